@@ -13,16 +13,21 @@
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
 # PYTEST="-k sharding"    more arguments for pytest
-# WORKERS=0               make test in this process; the default is 2 workers, which take whole files in turn
+# WORKERS=0               make test in this process; the default is 3 workers, which take whole files in turn: on two cores
+#                         two of them waited a third of the time
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
-WORKERS ?= 2
+WORKERS ?= 3
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
 SEED ?= 1
 MINUTES ?= 30
+
+# Keep byte code, also where the environment says not to (images of containers do): else every process of a report or of
+# the suite, some thousands, compiles the package again, and every worker rewrites the asserts of all tests
+export PYTHONDONTWRITEBYTECODE :=
 
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
@@ -87,8 +92,10 @@ clean:
 	$(PIP) -e .
 	@touch $@
 
+# Then the package and the tests are compiled once, and not by every worker at the same time
 .venv/.installed-dev: .venv/.installed
 	$(PIP) -e '.[dev]'
+	-@$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed

@@ -69,6 +69,7 @@ guides/ablations
 guides/your-loss
 guides/layouts
 guides/mixtures
+guides/lora
 guides/reproducible-runs
 guides/online-rl
 guides/two-modules
@@ -77,6 +78,14 @@ guides/your-trainer
 guides/diagnose
 guides/what-a-check-can-see
 guides/check-a-step
+guides/trainer-and-sampler
+guides/systems/verl
+guides/systems/trl
+guides/systems/slime
+guides/systems/miles
+guides/systems/nemo_rl
+guides/systems/prime_rl
+guides/systems/pipelinerl
 guides/other-systems
 guides/log-probabilities
 guides/rollouts
@@ -109,6 +118,7 @@ benchmarks
 ../workbench/prove/README
 ../workbench/diagnose/README
 ../workbench/check/README
+../workbench/mismatch/README
 ../workbench/train/README
 ../workbench/systems/README
 ../workbench/records/README

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.attribution import page as attribution_page
 from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
@@ -66,6 +67,7 @@ def page() -> str:
         step(),
         precision(),
         online_precisions(),
+        adapters_in_samplers(),
         layouts(),
         two_gpus(),
         four_gpus(),
@@ -81,6 +83,7 @@ def page() -> str:
         first_ratio(),
         diagnosis(),
         sensitivity(),
+        attribution(),
         drift(),
         engine_matrix(),
         first_minutes(),
@@ -176,7 +179,30 @@ def step() -> str:
         ),
         "Shares, and their bars: " + "; ".join(f"{name} {share:.2f} ({bar:.2f})" for name, share, bar in bars) + ". "
         f"Missed: {', '.join(name for name, share, bar in bars if share > bar) or 'none'}.",
+        _step_since(),
         _source("step/step.json", None, shlex.join(["python", "-m", "experiments.step.measure", "step.json", *chosen])),
+    )
+
+
+def _step_since() -> str:
+    """The same step, measured again without fa4, since no call of a step waits for the GPU."""
+    record = _record("step/step_since.json")
+    entries = {name: entry for name, entry in (record["choices"] | record["peers"]).items() if "step_ms" in entry}
+    slow, fastest = (
+        entries["one_rank"]["step_ms"],
+        min(record["peers"].keys() & entries, key=lambda n: entries[n]["step_ms"]),
+    )
+    shares = [
+        f"{name} {entries[name]['step_ms'] / slow:.2f} ({bar:.2f})"
+        for name, bar in STEP_BARS.items()
+        if name in entries
+    ]
+    ours = entries["mixed, flash"]
+    return (
+        f"Measured again since no call of a step waits for the GPU, on one {record['device']} without fa4, in one run: "
+        f"{'; '.join(shares)}; with flash {ours['step_ms']:.0f} ms and {ours['peak_gib']:.1f} GiB, "
+        f"{ours['step_ms'] / entries[fastest]['step_ms']:.2f} of {fastest} "
+        f"([record](../experiments/step/step_since.json))."
     )
 
 
@@ -242,6 +268,31 @@ def online_precisions() -> str:
         "Reward of the first and the last step; divergence of the policy from its sampler in the last (nats); weights "
         "of a half-precision sampler that all updates have changed.",
         *tables,
+    )
+
+
+def adapters_in_samplers() -> str:
+    """Log-probabilities of a sampler with merged and unmerged adapters."""
+    record, rows, kinds = _record("lora_sampler.json"), [], ("merged", "merged_bfloat16", "unmerged")
+    for name, result in record["adapters"].items():
+        samplers = [result["samplers"][kind] for kind in kinds]
+        alone = [f"{each['weights_alone']['mean']:.1e}" for each in samplers]
+        kept = f"{100 * samplers[0]['learned_in_weights']:.0f} %"
+        own = [f"{each['mean']:.1e}" for each in samplers]
+        rows.append([name, f"{result['learned']['mean']:.1e}", kept, *alone, *own])
+    return _section(
+        "Adapters in a bfloat16 sampler",
+        f"Mean distance, in nats, of the log-probabilities of {record['tokens']} tokens from those of the policy in "
+        "float64, for the weights of `lora.sampler`; *learned* is the policy's distance from its base, and *in "
+        "weights* the part of scale B A that merged bfloat16 weights have. First the rounding of the weights alone, "
+        f"then with the sampler's arithmetic in bfloat16 too, which alone costs {record['base']['mean']:.1e}. A tiny "
+        "model whose base is on the bfloat16 grid: nothing here transfers to another size.",
+        _table(
+            ["adapter", "learned", "in weights", *kinds, *(f"{kind}, in the sampler" for kind in kinds)],
+            rows,
+            right=range(1, 9),
+        ),
+        _source("lora_sampler.json", None, record["command"]),
     )
 
 
@@ -650,6 +701,19 @@ def sensitivity() -> str:
         "file and commit that the page names.",
         _table(("check", *sensitivity_page.HEADS[3:]), rows, right=range(1, 5)),
         _source("sensitivity/sensitivity.json", "sensitivity/report.html", "python -m workbench bench sensitivity"),
+    )
+
+
+def attribution() -> str:
+    """Causes of a gap between trainer and sampler that are named, and the floor by two methods."""
+    record = _record("attribution/attribution.json")
+    return _section(
+        "Causes between trainer and sampler, and the floor",
+        attribution_page.answer(record),
+        "The floor: mean distance of a token from the float64 truth with the same weights, seeded ones. It does not "
+        "transfer to a trained model.",
+        _table(attribution_page.FLOOR_HEAD, attribution_page.floor_rows(record), right=range(3, 6)),
+        _source("attribution/attribution.json", "attribution/report.html", "python -m workbench bench attribution"),
     )
 
 

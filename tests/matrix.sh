@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 ALL="plain sigint load mkl_compatible mkl_avx2 mkl_instructions_avx2 aten_default aten_avx2 python3.12 python3.13 space"
 LOGS="$(mktemp -d)"
-WORKERS="${WORKERS:-2}"
+WORKERS="${WORKERS:-3}"
 read -r -a parts <<<"${PARTS:-}"
 
 suite() { "${PYTHON:-.venv/bin/python}" -m pytest -n "$WORKERS" --dist loadfile ${parts[@]+"${parts[@]}"}; }

@@ -54,6 +54,7 @@ _PUBLIC = {
     "RecordedStep": "workbench.diagnose.record",
     "diagnose": "workbench.diagnose",
     "check_step": "workbench.check",
+    "attribute": "workbench.mismatch",
     "bisect": "workbench.compare.bisect",
     "sensitivity": "workbench.mutation_score",
     "assert_sensitive": "workbench.mutation_score",

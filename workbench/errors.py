@@ -108,9 +108,17 @@ def _own_line(error: BaseException) -> list[str]:
     return [f"line {frames[-1].lineno}: {frames[-1].line}"] if frames and frames[-1].line else []
 
 
+def nearest_names(name: Any, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return at most so many known names that a misspelt one may mean, nearest first.
+
+    ``cutoff`` is the least similarity: twice the number of matching characters over that of all, 0.6 in `difflib`.
+    """
+    return difflib.get_close_matches(str(name), list(known), n=most, cutoff=cutoff)
+
+
 def did_you_mean(name: Any, known: Iterable[str], otherwise: str = "", *, most: int = 1, show: Any = repr) -> str:
     """Return a question with the known names that are nearest to a misspelt one; ``otherwise`` if none is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=most)
+    near = nearest_names(name, known, most=most)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 

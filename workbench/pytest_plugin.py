@@ -17,7 +17,6 @@ Nothing of the workbench is imported before a fixture is requested, and nothing 
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -75,6 +74,8 @@ def pytest_runtest_makereport(
 
 
 def _write_page(test: str, judged: Any, folder: Path) -> Path:
+    from markupsafe import Markup
+
     from workbench.atomic import write_whole
     from workbench.report.rich import as_html
 
@@ -82,8 +83,8 @@ def _write_page(test: str, judged: Any, folder: Path) -> Path:
         drawn = as_html(judged)
     except TypeError:  # it has no drawing
         drawn = ""
-    title, text = html.escape(test), html.escape(str(judged))
-    content = f'<!doctype html><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{drawn}<pre>{text}</pre>\n'
+    document = Markup('<!doctype html><meta charset="utf-8"><title>{0}</title><h1>{0}</h1>{1}<pre>{2}</pre>\n')
+    content = document.format(test, Markup(drawn), str(judged))
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', test)[-LONGEST:]}.html"
     write_whole(page, content.encode())

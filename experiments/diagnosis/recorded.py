@@ -30,6 +30,7 @@ from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
+from workbench.train.routes import with_routes
 from workbench.train.worker import run_here
 
 HERE = Path(__file__).resolve().parent
@@ -92,7 +93,7 @@ SEEDS = 20
 def shown(name: str, precision: str, *, own_sizes: bool) -> dict[str, Any]:
     """Settings in which a fault acts: its own merged over coprime sizes, or the reverse."""
     fault, sizes = load_fault(name), merge(COPRIME, OTHER_SIZES.get(name, {}))
-    small = merge(SMALL, {"precision": precision, "data": {"path": _documents(3, _temperature(fault))}})
+    small = merge(SMALL, {"precision": precision, "data": {"path": _documents(3, fault)}})
     order = (sizes, fault.shows_in) if own_sizes else (fault.shows_in, sizes)
     return merge(merge(small, order[0]), order[1])
 
@@ -100,7 +101,7 @@ def shown(name: str, precision: str, *, own_sizes: bool) -> dict[str, Any]:
 def hidden(name: str, precision: str) -> dict[str, Any]:
     """Settings in which a fault acts, with the change that hides it."""
     fault = load_fault(name)
-    small = merge(SMALL, {"precision": precision, "data": {"path": _documents(1, _temperature(fault))}})
+    small = merge(SMALL, {"precision": precision, "data": {"path": _documents(1, fault)}})
     return merge(merge(small, fault.shows_in), fault.hidden_in or {})
 
 
@@ -120,7 +121,7 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
             "steps": 3,
             "optimizer": {"learning_rate": rate},
             "policy": {"temperature": temperature},
-            "data": {"path": _documents(1, temperature, seed), "advantages": {"name": advantages}},
+            "data": {"path": _near_policy(1, temperature, seed), "advantages": {"name": advantages}},
         },
     )
     both = {**both, "loss": loss}
@@ -206,8 +207,22 @@ def recorded_once(settings: Mapping[str, Any]) -> Record:
     return record
 
 
+def _documents(tens: int, fault: Fault) -> str:
+    """Folder of ``10 * tens`` documents for a fault, with drawn routes where it is of their replay."""
+    temperature = float(fault.shows_in.get("policy", {}).get("temperature", 1.0))
+    path = _near_policy(tens, temperature)
+    if fault.shows_in.get("routing", {}).get("replay") != "recorded":
+        return path
+    folder = PROJECT / f"{path}-routes"
+    if not folder.is_dir():
+        batch, draw = files.load(PROJECT / path), torch.Generator().manual_seed(5)
+        routes_SLk = torch.rand(batch.num_tokens, 2, 4, generator=draw).argsort(dim=-1)[..., :2]
+        files.save(with_routes(batch, routes_SLk), folder)
+    return str(folder.relative_to(PROJECT))
+
+
 @cache
-def _documents(tens: int, temperature: float, seed: int = 3) -> str:
+def _near_policy(tens: int, temperature: float, seed: int = 3) -> str:
     """Folder of ``10 * tens`` documents near a policy at a temperature, relative to the project."""
     folder = _runs() / f"documents-{tens}-{temperature}-{seed}"
     if not folder.is_dir():
@@ -219,10 +234,6 @@ def _documents(tens: int, temperature: float, seed: int = 3) -> str:
         ]
         files.save(to_batch(drawn), folder)
     return str(folder.relative_to(PROJECT))
-
-
-def _temperature(fault: Fault) -> float:
-    return float(fault.shows_in.get("policy", {}).get("temperature", 1.0))
 
 
 def _read(path: Path) -> Record:

@@ -28,6 +28,7 @@ from experiments.sampled import (
 from workbench.atomic import to_json, write_whole
 from workbench.compare.comparison import Comparison
 from workbench.report import style
+from workbench.report.first_ratio import first_ratio_section
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
@@ -129,6 +130,7 @@ def page(records: Records) -> str:
     comparisons = {ABLATIONS[name]: comparison for name, comparison in records.comparisons.items()}
     sections = [
         ("Ratios before the first step", ratios_section(records)),
+        ("What moved it", join(join([tag("h3", name), first_ratio_section(c)]) for name, c in comparisons.items())),
         ("Settings", join(join([tag("h3", name), differences(c)]) for name, c in comparisons.items())),
         ("Provenance", join(join([tag("h3", name), provenance(c)]) for name, c in comparisons.items())),
     ]

@@ -16,6 +16,7 @@ A computed name (``import_module(place)``, the name tables of lazy packages) is 
 from __future__ import annotations
 
 import ast
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Statement(NamedTuple):
     for_types: bool
 
 
+@functools.cache  # several tests read all modules
 def import_statements(source: str) -> list[Statement]:
     """Every import of a module, also inside functions, in the order of its lines."""
     skipped = () if "import_module" in source or "__import__" in source else ast.expr  # most of a tree is expressions

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from tests.conftest import seed_torch
 from tests.helpers.left_open import children, nothing_left_open, open_files
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
@@ -55,6 +56,14 @@ def test_random_numbers_do_not_depend_on_earlier_tests(time):
     assert random.random() == random.Random(0).random()
     assert numpy.random.random() == numpy.random.RandomState(0).random()  # noqa: NPY002
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
+def test_seeding_a_test_formats_no_stack():
+    """`torch.manual_seed` keeps the newest for each kind of device that this machine lacks."""
+    tracker = torch.cuda._lazy_seed_tracker
+    before = tracker.manual_seed_all_cb
+    seed_torch(torch)
+    assert tracker.manual_seed_all_cb is before
 
 
 def _ended():

@@ -27,7 +27,7 @@ LAYERS = (
     "records|dumps",
     "faults|attach",
     "train|systems",
-    "launch|compare,prove,diagnose,check,attribution,sensitivity,engines",
+    "launch|compare,prove,diagnose,check,attribution,sensitivity,engines,mismatch",
     "report",
     "experiment",
     "mutation_score",
@@ -134,6 +134,12 @@ def test_packages_do_not_import_each_other_in_a_cycle():
 
 def test_the_package_imports_no_experiment():
     assert not [path for path in modules() if any(m.startswith("experiments") for _, m in imported(path.read_text()))]
+
+
+def test_one_helper_finds_the_nearest_names():
+    """`errors.nearest_names`."""
+    reading = {path.stem for path in modules() if any(name == "difflib" for _, name in imported(path.read_text()))}
+    assert reading == {"errors"}
 
 
 def test_known_bugs_lie_below_the_code_that_plants_them():

@@ -35,6 +35,7 @@ EXPECTED = {
     "entropy_of_vocabulary_shard": "entropy_alone",
     "metrics_of_last_micro_batch": "metrics_alone",
     "auxiliary_loss_not_normalised": "one_term",
+    "smoothing_over_local_vocabulary": "smoothing",
     "nan_under_the_mask": "not_finite",
 }
 """Fault -> the cause of its kind."""

@@ -334,3 +334,20 @@ def test_keys_without_their_gradient_spare_queries_in_the_last_layer():
         "self_attn.k_norm.weight",
         "input_layernorm.weight",
     }
+
+
+def test_labels_are_smoothed_over_a_slice_of_the_vocabulary():
+    """Of 19 tokens the first rank has 10: its mean is over these, and columns get 1/10 or 1/9 instead of 1/19."""
+    pair = shown("smoothing_over_local_vocabulary", loss=NO_KL, model={"tied": False})
+    for name in ("policy_logprobs", "entropy_nats"):
+        torch.testing.assert_close(pair.wrong.tokens[name], pair.right.tokens[name], rtol=0, atol=0)
+    plain = shown("smoothing_over_local_vocabulary", loss=NO_KL | {"surrogate": {"label_smoothing": 0.0}})
+    assert plain.wrong_gradients == []
+    head = "lm_head.weight"
+    wrong, right = pair.wrong.gradients[head], pair.right.gradients[head]
+    extra = wrong - right  # -e (1 / v - 1 / V) times the mean hidden state, on each column of a slice of v
+    for columns, count in ((slice(0, 10), 10), (slice(10, 19), 9)):
+        torch.testing.assert_close(extra[columns], extra[columns][:1].expand_as(extra[columns]), rtol=1e-9, atol=1e-15)
+        assert count == len(extra[columns])
+    assert float(extra[0].norm() / extra[-1].norm()) == pytest.approx((1 / 10 - 1 / 19) / (1 / 9 - 1 / 19), rel=1e-9)
+    assert abs(pair.ratio("loss/total") - 1) > 1e-5

@@ -9,7 +9,7 @@ from workbench.policy.logprobs.engine import Accumulators, RowGradients
 from workbench.policy.logprobs.head import make_head
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EVERYTHING = frozenset({"entropy", "logsumexp", "mean_squared_logit"})
+EVERYTHING = frozenset({"entropy", "logsumexp", "mean_squared_logit", "mean_logit"})
 RELATIVE = {torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 4e-3}
 """Relative error of a gradient: that of one rounding of each element, and of the sums of float32."""
 

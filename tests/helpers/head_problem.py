@@ -19,7 +19,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "padding": (0, 3),
     "active": ("all", "some", "none"),
     "support": (False, True),
-    "outputs": ((), ("entropy",), ("logsumexp", "mean_squared_logit"), ("entropy", "logsumexp", "mean_squared_logit")),
+    "outputs": (
+        (),
+        ("entropy",),
+        ("logsumexp", "mean_squared_logit"),
+        ("entropy", "logsumexp", "mean_squared_logit"),
+        ("logsumexp", "mean_logit"),
+    ),
     "fp32_head": (False, True),
 }
 """What an implementation may be asked, by name; the first value is the default."""

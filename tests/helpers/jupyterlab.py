@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers import warm
+
 TOKEN = "of-this-test"
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (
@@ -81,6 +83,8 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
         "--KernelManager.transport=ipc",
     ]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    warm.kernels(private / "warm")
+    folders["JUPYTER_PATH"] = private / "warm"
     given = os.environ | {name: str(folder) for name, folder in folders.items()} | {"PYTHONPATH": path} | environment
     with (private / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=given, cwd=served, stdout=log, stderr=log, start_new_session=True)

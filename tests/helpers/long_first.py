@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-LONG = ("tests/notebooks/", "tests/browser/", "tests/chaos/", "tests/unit/launch/", "tests/parity/")
-"""Folders whose files take longest (seconds a test, of a run of 2026-11-22)."""
+LONG = (
+    ("tests/notebooks/",),
+    ("tests/browser/", "tests/chaos/", "tests/unit/launch/", "tests/parity/"),
+    ("tests/experiments/", "tests/faults/", "tests/unit/cli/", "tests/unit/prove/", "tests/unit/train/"),
+)
+"""Folders with the files that take longest: a minute; up to half of one; up to 20 s (CPU time, 2026-11-26)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,4 +25,4 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move what is long to the front, after pytest-randomly shuffled."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONG))  # stable
+        items.sort(key=lambda item: [not item.nodeid.startswith(folders) for folders in LONG])  # stable

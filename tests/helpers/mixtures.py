@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 
-def save_tiny_glm4_moe(folder: Path, *, seed: int = 3) -> str:
+def save_tiny_glm4_moe(folder: Path, *, layers: int = 3, dense: int = 1, seed: int = 3) -> str:
     """Write a checkpoint of a GLM-4-MoE with seeded weights and biases; return its folder.
 
-    Three layers, of which the first is dense; four experts, two of them a token's, and one shared expert.
+    Three layers, of which the first is dense; four experts, two of them a token's, and one shared expert; or more.
     """
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -19,7 +19,7 @@ def save_tiny_glm4_moe(folder: Path, *, seed: int = 3) -> str:
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -27,7 +27,7 @@ def save_tiny_glm4_moe(folder: Path, *, seed: int = 3) -> str:
         num_experts_per_tok=2,
         n_shared_experts=1,
         num_mtp_layers=0,
-        first_k_dense_replace=1,
+        first_k_dense_replace=dense,
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.5,

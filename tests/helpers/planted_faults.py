@@ -20,6 +20,7 @@ from workbench.sharding.simulated import simulate
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.routes import with_routes
 
 BASE = {
     "model": {"source": "tiny-qwen3", "seed": 3},
@@ -137,6 +138,8 @@ def _step(settings: str, fault: str | None = None) -> Found:
             level=spec.record.metrics,
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
+            routing=spec.routing,
+            prediction=spec.prediction,
         )
         norm = flow.clip_gradients(policy, result.norms, None)
         numbers = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items()} | dict(result.metrics)
@@ -155,9 +158,16 @@ def _step(settings: str, fault: str | None = None) -> Found:
 def documents(spec: RunSpec) -> RolloutBatch:
     """Return ten documents near the policy at its temperature, with every field that a loss may read.
 
-    They are preference pairs where the loss needs them.
+    They are preference pairs where the loss needs them, and have drawn routes where these are replayed.
     """
-    return _documents(spec.policy.temperature or 1.0, spec.loss.needs_pairs)
+    batch = _documents(spec.policy.temperature or 1.0, spec.loss.needs_pairs)
+    return with_routes(batch, drawn_routes(batch.num_tokens)) if spec.routing.replays else batch
+
+
+def drawn_routes(tokens: int) -> Tensor:
+    """[S, L, k] routes of a sampler whose routers choose otherwise, of the tiny mixture: 2 of 4 experts, 2 layers."""
+    draw = torch.Generator().manual_seed(5)
+    return torch.rand(tokens, 2, 4, generator=draw).argsort(dim=-1)[..., :2]
 
 
 @functools.cache
@@ -168,7 +178,8 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    if max(layout.tp, layout.pp) > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
+    special = max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    if special or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
             mesh=mesh,
@@ -179,6 +190,9 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             tied=spec.model.tied,
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
+            routing=spec.routing.on,
+            depths=spec.prediction.depths,
+            lora=spec.lora,
         )
     whole_policy = _model(mesh["dp_cp"].rank)
     implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs

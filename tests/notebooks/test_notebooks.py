@@ -9,6 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.helpers import warm
 from workbench.report.notebook import private_sockets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,8 @@ def test_it_runs_and_leaves_nothing_in_the_tree(path, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py: other workers have the other cores
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    warm.kernels(tmp_path / "jupyter")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     before = _files()
     notebook = nbformat.read(path, as_version=4)
     with private_sockets() as config:

@@ -48,6 +48,7 @@ def say(hidden, weight, bias, target, support, *, temperature, scale, cap, valid
         "entropy": entropy(whole),
         "logsumexp": normaliser,
         "mean_squared_logit": math.fsum(x * x for x in z if x != -math.inf) / valid,
+        "mean_logit": math.fsum(z) / valid,
         "support_logprobs": among[target],
         "support_entropy": entropy(among),
     }
@@ -59,6 +60,7 @@ def say(hidden, weight, bias, target, support, *, temperature, scale, cap, valid
             dz -= wants["entropy"] * p * (whole[v] + text["entropy"])
         if z[v] != -math.inf:
             dz += wants["mean_squared_logit"] * 2 * z[v] / valid
+        dz += wants["mean_logit"] / valid
         if v in among:
             dz += wants["support_logprobs"] * ((v == target) - q)
         if q:

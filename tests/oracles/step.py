@@ -144,7 +144,8 @@ def grpo_step(
 
     Args:
         model: from `exact`.
-        documents: dicts of lists: tokens, loss_mask, advantages, old_logprobs, ref_logprobs.
+        documents: dicts of lists: tokens, loss_mask, advantages, old_logprobs, ref_logprobs; and, optionally, supports,
+            the ids over which each token's log-probability is normalised, [] for the whole vocabulary.
         clip_decisions: per document, per token, True for the clipped branch; None decides here.
 
     Returns:
@@ -161,7 +162,9 @@ def grpo_step(
         terms, logprobs = [], []
         for t in range(1, len(document["tokens"])):
             scores = logits[t - 1]
-            logprob = scores[document["tokens"][t]] - torch.logsumexp(scores, dim=0)
+            support = document["supports"][t] if "supports" in document else []
+            over = scores[support] if support else scores
+            logprob = scores[document["tokens"][t]] - torch.logsumexp(over, dim=0)
             logprobs.append(logprob.item())
             if not document["loss_mask"][t]:
                 continue
@@ -469,3 +472,23 @@ def ppo(low, high):
             for t, d in log_ratios(document, logprobs).items()
         }
     )
+
+
+def smoothed_logprobs(model, documents, *, smoothing, temperature=1.0):
+    """Expected log-probability under each token's smoothed label: 1 - e + e / V at the token, e / V at the others."""
+    results = []
+    for document in documents:
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0] / temperature
+        values = [None]
+        for t in range(1, len(document["tokens"])):
+            scores = logits[t - 1]
+            label = torch.full_like(scores, smoothing / len(scores))
+            label[document["tokens"][t]] += 1 - smoothing
+            values.append((label * (scores - torch.logsumexp(scores, dim=0))).sum())
+        results.append(values)
+    return results
+
+
+def likelihood():
+    """Minus the (smoothed) log-probability of each trained token."""
+    return each_document(lambda document, logprobs: {t: -logprobs[t] for t in trained(document)})

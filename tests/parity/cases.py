@@ -10,6 +10,8 @@ import torch
 from workbench.faults import planted
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import with_support
 from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
@@ -44,6 +46,8 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
         routing=spec.routing.on,
+        depths=spec.prediction.depths,
+        lora=spec.lora,
     )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
@@ -60,6 +64,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
             routing=spec.routing,
+            prediction=spec.prediction,
         )
     return {
         "loss": float(result.loss["total"]),
@@ -77,12 +82,16 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
 
 def as_batch(documents: list[dict]) -> RolloutBatch:
     """The batch of documents that may name the rollout that each is a sample of."""
-    extra = ("rollout_id", "routes")
+    extra = ("rollout_id", "routes", "supports")
     plain = [{key: value for key, value in document.items() if key not in extra} for document in documents]
     batch = RolloutBatch.from_documents(plain)
+    if "supports" in documents[0]:
+        sampling = Sampling(top_p=0.9, sampler_logprobs="truncated", trainer_logprobs="truncated")
+        batch = with_support(batch, [ids for document in documents for ids in document["supports"]], sampling=sampling)
     if "routes" in documents[0]:
         routes = torch.cat([torch.tensor(document["routes"]) for document in documents])
-        batch = replace(batch, extensions={"routes": Extension(routes, "token", "expert", "Its experts.", at="input")})
+        of_tokens = Extension(routes, "token", "expert", "Its experts.", at="input")
+        batch = replace(batch, extensions={**batch.extensions, "routes": of_tokens})
     if "rollout_id" not in documents[0]:
         return batch
     ids = Extension(torch.tensor([d["rollout_id"] for d in documents]), "document", "rollout index", "Whose sample.")

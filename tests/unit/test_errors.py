@@ -107,3 +107,12 @@ def test_an_argument_of_another_kind_is_refused_by_name():
     errors.check_kind("load", "x", (str, bytes), "pass a path")
     with pytest.raises(errors.SpecError, match=r"load\n  found: a list, \[0, 0(?s:.*)rule: a str or bytes\n  do: pass"):
         errors.check_kind("load", [0] * 1000, (str, bytes), "pass a path")
+
+
+def test_the_nearest_names_come_first_and_a_cutoff_leaves_out_what_is_far():
+    known = ["grpo", "sft", "gropo"]
+    assert errors.nearest_names("grop", known) == ["gropo", "grpo"]
+    assert errors.nearest_names("grop", known, most=1) == ["gropo"]
+    assert errors.nearest_names("grop", known, cutoff=0.8) == ["gropo"]
+    assert errors.nearest_names("xyz", known) == []
+    assert len(errors.nearest_names("xyz", known, cutoff=0.0)) == 3

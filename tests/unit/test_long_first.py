@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from tests.helpers.long_first import LONG, pytest_collection_modifyitems, pytest_configure
 from workbench.records.provenance import project_root
 
-NAMES = ["tests/unit/a.py::x", "tests/parity/b.py::x", "tests/unit/a.py::y", "tests/notebooks/c.py::x"]
+NAMES = ["unit/a.py::x", "faults/e.py::x", "parity/b.py::x", "unit/a.py::y", "parity/d.py::x", "notebooks/c.py::x"]
+NAMES = [f"tests/{name}" for name in NAMES]
 
 
 def ordered(**config):
@@ -14,8 +15,8 @@ def ordered(**config):
     return [item.nodeid for item in items]
 
 
-def test_a_worker_begins_with_what_is_long_and_keeps_the_order_in_either_part():
-    assert ordered(workerinput={}) == [NAMES[1], NAMES[3], NAMES[0], NAMES[2]]
+def test_a_worker_begins_with_what_is_long_and_keeps_the_order_in_every_part():
+    assert ordered(workerinput={}) == [NAMES[number] for number in (5, 2, 4, 1, 0, 3)]
 
 
 def test_alone_nothing_moves():
@@ -31,4 +32,4 @@ def test_xdist_keeps_the_order_of_the_workers():
 
 
 def test_the_long_folders_exist():
-    assert [folder for folder in LONG if not (project_root() / folder).is_dir()] == []
+    assert [folder for folders in LONG for folder in folders if not (project_root() / folder).is_dir()] == []

@@ -17,7 +17,7 @@ RunSpec LossSpec RolloutBatch load_rollouts project_root
 build_loss LossInputs token_logprobs fused_loss token_credit
 align_loss simulate reproducibly
 prove assert_proved prove_engine assert_engine_proved planted_faults
-Recorder Record RecordedStep diagnose check_step bisect
+Recorder Record RecordedStep diagnose check_step attribute bisect
 sensitivity assert_sensitive assert_agrees Gate Tolerance
 loss_spec explain replay
 WorkbenchError

@@ -214,7 +214,9 @@ def _results(
 ) -> Iterator[Compared]:
     dumps = left.reading.dump, right.reading.dump
     where_M = dumps[0].loss_mask_T[matched.left_M] & dumps[1].loss_mask_T[matched.right_M]
-    names = [name for name in {**left.recorded, **left.expected} if not name.startswith(("means/", "magnitudes/"))]
+    names = [
+        name for name in {**left.recorded, **left.expected} if not name.startswith(("means/", "magnitudes/", "parts/"))
+    ]
     names = [name for name in names if name in right.recorded or name in right.expected]
     for name in list(names):
         if name.startswith("metrics/") and not (name in left.recorded and name in right.recorded):

@@ -18,9 +18,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from workbench.check.divisors import wrong_divisors
+from workbench.check.formulas import wrong_formulas
 from workbench.check.recompute import Reading, Whole
 from workbench.dumps.step import LOGPROBS, StepDump
 from workbench.errors import WorkbenchError
+from workbench.specs.losses import LossSpec
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,18 @@ class Alternative:
 
 def loss_alternatives(reading: Reading) -> Iterator[Alternative]:
     """Yield the mistakes that change the loss of a step; those that the step cannot have are left out."""
+    for kind, description, settings in _missing(reading.spec):
+        yield Alternative(kind, description, reading.changed(**settings))
     for source in (_stale, _rounded, _temperature, _shifts, _orders, _masks, _factors):
         yield from source(reading)
     for kind, description, settings in _settings(reading):
         with contextlib.suppress(ValidationError, WorkbenchError):  # settings that contradict each other
             if (changed := reading.changed(**settings)).spec != reading.spec:
                 yield Alternative(kind, description, changed)
+    for kind, description, changed in wrong_divisors(reading):
+        yield Alternative(kind, description, changed)
+    for kind, description, wrong in wrong_formulas(reading):
+        yield Alternative(kind, description, replace(reading, wrong=wrong))
 
 
 # ---- values of tokens ----------------------------------------------------------------------------------------------
@@ -72,6 +81,10 @@ def _rounded(reading: Reading) -> Iterator[Alternative]:
             yield _with_rounded(reading, names, dtype)
         if len(present) > 1:
             yield _with_rounded(reading, present, dtype)
+        if (advantages_T := reading.dump.advantages_T) is not None:
+            rounded_T = advantages_T.to(dtype).double()
+            text = f"advantages rounded to {str(dtype).removeprefix('torch.')}"
+            yield Alternative("rounded", text, reading.with_tokens(advantages=rounded_T))
 
 
 def _with_rounded(reading: Reading, names: list[str], dtype: torch.dtype) -> Alternative:
@@ -84,7 +97,9 @@ def _temperature(reading: Reading) -> Iterator[Alternative]:
     tokens, temperature = reading.dump.tokens, reading.dump.temperature
     if temperature == 1:
         return
+    pairs: tuple[tuple[str, ...], ...]
     pairs = (("policy_logprobs", "old_logprobs"), ("policy_logprobs",), ("old_logprobs",), ("sampler_logprobs",))
+    pairs += (("ref_logprobs",), ("old_logprobs", "sampler_logprobs"))
     for names in (names for names in pairs if set(names) <= set(tokens)):
         for factor, text in ((1 / temperature, "divided"), (temperature, "multiplied")):
             values = {name: tokens[name] * factor for name in names}
@@ -94,14 +109,18 @@ def _temperature(reading: Reading) -> Iterator[Alternative]:
 
 def _shifts(reading: Reading) -> Iterator[Alternative]:
     dump = reading.dump
-    for name in (*LOGPROBS, "advantages", "correction_weights"):
-        if name not in dump.tokens:
-            continue
+    values = {name: dump.tokens[name] for name in (*LOGPROBS, "correction_weights") if name in dump.tokens}
+    if (advantages_T := dump.advantages_T) is not None:
+        values["advantages"] = advantages_T
+    for name, own_T in values.items():
         for by in (1, -1):
             neighbour = "the token before" if by == 1 else "the token after"
-            for value_T in _shifted(dump, dump.tokens[name], by):
+            for value_T in _shifted(dump, own_T, by):
                 description = f"{name} of {neighbour}"
                 yield Alternative("shift", description, reading.with_tokens(**{name: value_T}))
+        if (moved_T := _compacted(dump, own_T)) is not None and name != "advantages":
+            text = f"{name} of trained tokens one after another from the beginning of the document, without a tool's"
+            yield Alternative("shift", text, reading.with_tokens(**{name: moved_T}))
 
 
 def _shifted(dump: StepDump, value_T: Tensor, by: int) -> Iterator[Tensor]:
@@ -113,12 +132,32 @@ def _shifted(dump: StepDump, value_T: Tensor, by: int) -> Iterator[Tensor]:
     yield value_T[(widths_N.cumsum(0) - widths_N)[ids_T] + within_T]
     yield torch.where(same_T, rolled_T, torch.zeros_like(rolled_T))
     yield rolled_T
+    yield torch.where(same_T, rolled_T, value_T)
+    there_T = dump.tokens.get("token_mask", dump.loss_mask_T)
+    packed = torch.nonzero(there_T).squeeze(1)  # as if there were no padding
+    yield value_T.index_copy(0, packed, value_T[packed.roll(by)])
+    trained = torch.nonzero(dump.loss_mask_T).squeeze(1)
+    yield value_T.index_copy(0, trained, value_T[trained.roll(by)])
+
+
+def _compacted(dump: StepDump, value_T: Tensor) -> Tensor | None:
+    """Values of trained tokens moved to the beginning of their document, 0 after them; None if they are there."""
+    mask_T, ids_T = dump.loss_mask_T, dump.document_ids_T
+    before_T = mask_T.long().cumsum(0) - 1
+    widths_N = torch.bincount(ids_T, minlength=dump.num_documents)
+    starts_N = widths_N.cumsum(0) - widths_N
+    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
+    of_document_T = before_T - (trained_N.cumsum(0) - trained_N)[ids_T]
+    to_T = (starts_N[ids_T] + of_document_T)[mask_T]
+    if bool((to_T == torch.nonzero(mask_T).squeeze(1)).all()):
+        return None
+    return torch.zeros_like(value_T).index_copy(0, to_T, value_T[mask_T])
 
 
 def _orders(reading: Reading) -> Iterator[Alternative]:
     dump, number = reading.dump, reading.dump.num_documents
     lengths = torch.bincount(dump.document_ids_T, minlength=number)
-    advantages_N = _of_documents(dump)
+    advantages_N = None if dump.advantages_T is None else of_documents(dump, dump.advantages_T)
     for text, order_N in permutations(dump).items():
         if advantages_N is not None:
             moved_T = advantages_N[order_N][dump.document_ids_T]
@@ -132,10 +171,8 @@ def _orders(reading: Reading) -> Iterator[Alternative]:
                 yield Alternative("order", f"{name} of other documents ({text})", changed)
 
 
-def _of_documents(dump: StepDump) -> Tensor | None:
-    """[N] advantages, if each document has one."""
-    if (advantages_T := dump.advantages_T) is None:
-        return None
+def of_documents(dump: StepDump, advantages_T: Tensor) -> Tensor | None:
+    """[N] advantages, if each document has one; 0 where nothing trains."""
     values_N = torch.zeros(dump.num_documents, dtype=torch.float64)
     mask_T = dump.loss_mask_T
     values_N[dump.document_ids_T[mask_T]] = advantages_T[mask_T]
@@ -148,6 +185,21 @@ def permutations(dump: StepDump) -> dict[str, Tensor]:
     number = dump.num_documents
     numbers_N = torch.arange(number)
     orders = {"reversed": numbers_N.flip(0), "shifted by one": numbers_N.roll(1), "shifted back": numbers_N.roll(-1)}
+    lengths = {"trained tokens": dump.loss_mask_T, "tokens": dump.tokens.get("token_mask", dump.loss_mask_T)}
+    for what, mask_T in lengths.items():
+        lengths_N = torch.bincount(dump.document_ids_T[mask_T], minlength=number)
+        for down in (True, False):
+            order_N = lengths_N.argsort(stable=True, descending=down)
+            text = f"sorted by {what}, the {'longest' if down else 'shortest'} first"
+            orders |= {text: order_N, f"restored from {text}, of others": order_N.argsort()}
+    for size, one in ((number // dump.size("dp"), "rank"), (group_size(dump), "group"), (number // 2, "half")):
+        if 1 < size < number and number % size == 0:
+            orders |= {
+                f"shifted by one {one}": numbers_N.roll(size),
+                f"shifted back by one {one}": numbers_N.roll(-size),
+            }
+            orders[f"reversed in each {one}"] = numbers_N.reshape(-1, size).flip(1).reshape(-1)
+            orders[f"each {one} begins one document late"] = numbers_N.reshape(-1, size).roll(1, 1).reshape(-1)
     sizes = {dump.size("dp"), dump.size("micro_batches"), group_size(dump)}
     for size in sorted(size for size in sizes if 1 < size < number and number % size == 0):
         orders[f"dealt to {size} and read in order"] = numbers_N.reshape(-1, size).t().reshape(-1)
@@ -175,6 +227,9 @@ def _masks(reading: Reading) -> Iterator[Alternative]:
         "the mask is that of the token before": mask_T.roll(1) & same_T,
         "the mask is that of the token after": mask_T.roll(-1) & (ids_T.roll(-1) == ids_T),
     }
+    silent_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents) == 0
+    there_T = dump.tokens.get("token_mask", torch.ones_like(mask_T))
+    masks["documents that are masked as a whole train"] = mask_T | (there_T & silent_N[ids_T])
     if "token_mask" in dump.tokens:
         masks["every token of a completion trains, also what a tool wrote"] = dump.tokens["token_mask"]
         masks["every token trains, padding too"] = torch.ones_like(mask_T)
@@ -195,6 +250,9 @@ def _all_finite(dump: StepDump, mask_T: Tensor) -> bool:
 
 def _factors(reading: Reading) -> Iterator[Alternative]:
     yield Alternative("factor", "the sign is reversed", replace(reading, factor=-1.0))
+    if (advantages_T := reading.dump.advantages_T) is not None and reading.spec.kl.coefficient:
+        text = "the sign of the policy term (of the advantages) is reversed"
+        yield Alternative("factor", text, reading.with_tokens(advantages=-advantages_T))
     for name in ("dp", "cp", "micro_batches"):
         if (size := reading.dump.size(name)) > 1:
             yield Alternative("factor", f"times {name} ({size})", replace(reading, factor=float(size)))
@@ -211,8 +269,19 @@ def _settings(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "clip", f"the clip is {low:g} on both sides", {"surrogate": {"clip_high": low}}
         yield "clip", f"the clip is {high:g} on both sides", {"surrogate": {"clip_low": high}}
         yield "clip", "the two lengths of the clip are exchanged", {"surrogate": {"clip_low": high, "clip_high": low}}
-    if low is not None:
+    if low is not None and high is not None:
         yield "clip", "nothing is clipped", {"surrogate": {"clip_low": 1.0, "clip_high": math.inf}}
+        yield "clip", "there is no upper bound of the clip", {"surrogate": {"clip_high": math.inf}}
+        yield "clip", "there is no lower bound of the clip", {"surrogate": {"clip_low": 1.0}}
+        for below, above in _BOUNDS:
+            if (below, above) != (low, high):
+                text = f"the clip is {below:g} below and {above:g} above 1, not {low:g} and {high:g}"
+                yield "clip", text, {"surrogate": {"clip_low": below, "clip_high": above}}
+        text = f"the bounds of the clip are those of the log ratio: e^-{low:g} and e^{high:g}"
+        yield "clip", text, {"surrogate": {"clip_low": 1 - math.exp(-low), "clip_high": math.expm1(high)}}
+        if high < 1:
+            text = f"the upper bound is {high:g} itself, not 1 + {high:g}"
+            yield "clip", text, {"surrogate": {"clip_low": 1.0, "clip_high": high - 1}}
     if surrogate.get("dual_clip"):
         yield "clip", "there is no dual clip", {"surrogate": {"dual_clip": None}}
     elif "dual_clip" in surrogate:
@@ -225,6 +294,8 @@ def _settings(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield from _corrections(reading)
 
 
+_BOUNDS = ((0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (0.2, 0.3), (0.2, 0.25), (3e-4, 4e-4), (0.05, 0.05))
+"""Bounds that trainers have as defaults or in recipes: PPO and GRPO, DAPO, GSPO."""
 _WITHOUT_CLIP = ("importance_sampling", "on_policy", "reinforce")
 
 
@@ -270,8 +341,7 @@ def _denominators(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]
 def _penalties(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
     spec = reading.spec
     if spec.kl.coefficient:
-        yield "penalty", "there is no KL penalty", {"kl": {"coefficient": 0.0}}
-        for estimator in ("k1", "k2", "k3", "abs"):
+        for estimator in ("k1", "k2", "k3", "abs", "squared"):
             if estimator != spec.kl.estimator:
                 yield "estimator", f"the KL estimator is {estimator}", {"kl": {"estimator": estimator}}
         for gradient in ("path", "score", "straight_through"):
@@ -286,10 +356,16 @@ def _penalties(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "penalty", "the entropy bonus has the other sign", {"entropy_coefficient": -spec.entropy_coefficient}
 
 
+def _missing(spec: LossSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the terms that can be missing; first, since a stale value may look the same."""
+    if spec.correction.acts:
+        yield "correction", "there is no correction of the sampler's mismatch", {"correction": Whole({"kind": "none"})}
+    if spec.kl.coefficient:
+        yield "penalty", "there is no KL penalty", {"kl": {"coefficient": 0.0}}
+
+
 def _corrections(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
     spec, sampler = reading.spec.correction, "sampler_logprobs" in reading.dump.tokens
-    if spec.acts:
-        yield "correction", "there is no correction of the sampler's mismatch", {"correction": Whole({"kind": "none"})}
     if not sampler:
         return
     bounds = {"ratio_low": spec.ratio_low, "ratio_high": spec.ratio_high, "outside": spec.outside}

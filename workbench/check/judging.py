@@ -9,6 +9,7 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,20 @@ from torch import Tensor
 
 from workbench.check.alternatives import Alternative, loss_alternatives
 from workbench.check.estimators import advantage_alternatives
+from workbench.check.fitted import (
+    BAR,
+    common_factor,
+    fitted_bounds,
+    fitted_count,
+    fitted_divisor,
+    fitted_mask,
+    fitted_order,
+    fitted_pieces,
+    fitted_rounding,
+    fitted_terms,
+    in_words,
+    named_sizes,
+)
 from workbench.check.memo import Memo
 from workbench.check.numbers import Numbers, recompute_numbers
 from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
@@ -26,14 +41,17 @@ from workbench.check.stages import (
     STAGES,
     Mismatch,
     compare,
+    distances,
     stage_of,
     tolerances,
 )
 from workbench.check.verdict import Cause, Stage, StepCheck
-from workbench.diagnose.denominators import names_of, sizes
 from workbench.dumps.step import StepDump
 from workbench.errors import WorkbenchError, listed
 
+LAYOUT = ("dp", "cp", "micro_batches")
+SMALL = 64
+"""A factor that is a whole number up to this, or 1 over one, is not read as another count of tokens; a convention."""
 MOST_CAUSES = 6
 """Causes of a stage that are listed; a convention."""
 
@@ -94,18 +112,20 @@ def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mistake: the recorded quantities that still differ under it, and if it changes any that was not recorded."""
+    """A mistake: True if it changes what was not recorded; recorded quantities that differ, and how far others are."""
 
     alternative: Alternative
     acts: bool
     differing: Mapping[str, Mismatch | None]
+    off: Mapping[str, float]
 
 
 def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen | None) -> Iterable[_Tried]:
     """Try every mistake. Metrics, which cost most, are computed where they decide."""
     dump = reading.dump
     metrics = [name for name in null.differing if name.startswith("metrics/")]
-    if "advantages" in null.expected:
+    advantages = null.differing.get("advantages")
+    if "advantages" in null.expected and ("advantages" not in null.differing or advantages is not None):
         for alternative in advantage_alternatives(reading):
             try:
                 advantages_T = recompute_advantages(alternative.reading)
@@ -113,13 +133,20 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
                 continue
             if advantages_T is not None:
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
-    if not can_evaluate(dump):
-        return
-    for alternative in loss_alternatives(reading):
+    loss_differs = any(mismatch is not None for name, mismatch in null.differing.items() if name != "advantages")
+    if not can_evaluate(dump) or (first is not None and not loss_differs):
+        return  # nothing that a wrong loss would explain
+    fits = () if first is None else (fitted_terms, fitted_bounds)
+    for alternative in itertools.chain(loss_alternatives(reading), *(fit(reading, null) for fit in fits)):
         try:
             if screen is not None and screen.excludes(alternative.reading):
                 continue
-            one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
+            expected = recompute_loss(alternative.reading, metrics=False)
+            one = _with(alternative, expected, dump, null)
+            if first is not None and alternative.kind == "denominator" and one.differing.get(_shown(first)):
+                alternative = _by_an_axis(alternative, expected, null, _shown(first))
+                if alternative.reading.factor != reading.factor:
+                    one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
             needed = one.differing if first is None else first.compared
             if first is None and not one.acts:
                 continue  # metrics decide nothing: it would change no number that is missing
@@ -128,6 +155,26 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
         except (WorkbenchError, ArithmeticError):
             continue
         yield one
+
+
+def _shown(first: Stage) -> str:
+    """The quantity of a stage in which a factor shows best."""
+    return first.mismatches[0].quantity
+
+
+def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, quantity: str) -> Alternative:
+    """The same mistake, and in addition a factor that is an axis of the layout, if one shows: a mean that is a sum."""
+    if quantity.startswith(("metrics/", "counts/")) or quantity == "clipped" or quantity not in expected:
+        return alternative
+    dump = alternative.reading.dump
+    match = common_factor(dump, null.recorded[quantity], expected[quantity], null.bounds[quantity])
+    if match is None:
+        return alternative
+    named = [one for one in named_sizes(dump, match[0], BAR[dump.dtype]) if one.needs <= {*LAYOUT}]
+    if not named or not named[0].needs:
+        return alternative
+    reading = replace(alternative.reading, factor=alternative.reading.factor * match[0])
+    return replace(alternative, description=f"{alternative.description}, times {named[0].description}", reading=reading)
 
 
 def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: Numbers) -> _Tried:
@@ -139,14 +186,18 @@ def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: 
         if name in null.bounds
     }
     differing = compare(dump, recorded, {**expected}, {**bounds, **widened})
-    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing)
+    off = distances(recorded, expected, (name for name, mismatch in differing.items() if mismatch is None))
+    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing, off)
 
 
 def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:
     """Mistakes that give every recorded quantity of the first stage that differs, the most explained first."""
-    causes = []
+    causes, off = list[Cause](), dict[Cause, float]()
+    required = first.compared
+    if not any(_reproduces(one, required) for one in tried):
+        required = _without_counts(null, first)  # a trainer may count one thing and divide by another
     for one in tried:
-        if any(name not in one.differing or one.differing[name] is not None for name in first.compared):
+        if not required or not _reproduces(one, required):
             continue
         by_stage = {
             stage: [one.differing[name] is None for name in one.differing if stage_of(name) == stage]
@@ -154,50 +205,83 @@ def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) 
         }
         explains = tuple(stage for stage, agreeing in by_stage.items() if agreeing and all(agreeing))
         differs = tuple(stage for stage, agreeing in by_stage.items() if agreeing and not all(agreeing))
-        causes.append(Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name))
-    causes += _factor(reading.dump, null, first)
-    causes.sort(key=lambda cause: (len(cause.differs), -len(cause.explains)))
-    return list(dict.fromkeys(causes))
+        cause = Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name)
+        causes.append(cause)
+        off[cause] = max(one.off[name] for name in required)
+    nearest = min(off.values(), default=0.0)
+    near = {cause: off[cause] > 10 * nearest + RELATIVE[reading.dump.dtype] / 100 for cause in causes}
+    causes.sort(key=lambda cause: (len(cause.differs), near[cause], -len(cause.explains)))
+    causes += _factor(reading, null, first)
+    causes.sort(key=lambda cause: len(cause.differs))
+    return list(dict.fromkeys(causes)) or _fitted(reading, null, first)
 
 
-def _factor(dump: StepDump, null: Numbers, first: Stage) -> list[Cause]:
+def _reproduces(one: _Tried, names: Iterable[str]) -> bool:
+    return all(name in one.differing and one.differing[name] is None for name in names)
+
+
+def _without_counts(null: Numbers, first: Stage) -> tuple[str, ...]:
+    """What differs, without counts: of a stage whose counts no mistake gives."""
+    if not any(name.startswith("counts/") for name in first.compared):
+        return ()
+    differing = [name for name, mismatch in null.differing.items() if mismatch is not None]
+    return tuple(name for name in differing if not name.startswith(("counts/", "metrics/")) and name != "advantages")
+
+
+def _factor(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
     """A common factor of the first quantity that differs, with a name if it is a size of the step."""
-    mismatch = first.mismatches[0]
-    recorded, expected = null.recorded[mismatch.quantity], null.expected[mismatch.quantity]
+    mismatch, dump = first.mismatches[0], reading.dump
     if mismatch.quantity.startswith(("metrics/", "counts/")) or mismatch.quantity == "clipped":
         return []
-    recorded_T, expected_T = torch.as_tensor(recorded).reshape(-1), torch.as_tensor(expected).reshape(-1)
-    there_T = expected_T.abs() > 1e-3 * expected_T.abs().max()
-    if not bool(there_T.any()):
+    values = (numbers[mismatch.quantity] for numbers in (null.recorded, null.expected, null.bounds))
+    if (match := common_factor(dump, *values)) is None:
         return []
-    factors_T = (recorded_T / expected_T)[there_T]
-    factor, spread = float(factors_T.median()), float((factors_T - factors_T.median()).abs().max())
-    bar = 100 * RELATIVE[dump.dtype]
-    bounds_T = torch.as_tensor(null.bounds[mismatch.quantity]).reshape(-1) * max(1.0, abs(factor))
-    beyond_T = (recorded_T - factor * expected_T).abs() > bounds_T + bar * (factor * expected_T).abs()
-    if spread > bar * abs(factor) or abs(factor - 1) <= bar or bool(beyond_T.any()):
-        return []
-    trained, documents = float(dump.loss_mask_T.sum()), float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
-    counts = {
-        "trained_tokens": trained,
-        "documents": documents,
-        "masked_documents": dump.num_documents - documents,
-        "padded_tokens": float(len(dump.loss_mask_T)),
-        "all_tokens": float(dump.tokens["token_mask"].sum()) if "token_mask" in dump.tokens else 0.0,
-    }
-    named = names_of(abs(factor), sizes({**dump.layout, "temperature": dump.temperature}, counts), bar)
-    text = listed((name.description for name in named), 3, separator=" or ")
-    if not text and len(factors_T) == 1:
+    factor, shown = match
+    text = in_words(dump, factor, BAR[dump.dtype])
+    if not text and shown == 1:
         return []  # one number always has a factor
-    return [
-        Cause(
-            "factor",
-            f"{mismatch.quantity} times {factor:.7g}{f' = {text}' if text else ''}",
-            (first.name,),
-            (),
-            first.name,
-        )
-    ]
+    causes = [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
+    small = any(abs(value - round(value)) <= BAR[dump.dtype] and round(value) < SMALL for value in (factor, 1 / factor))
+    if not small and not any(
+        one.needs and one.needs <= {*LAYOUT} for one in named_sizes(dump, factor, BAR[dump.dtype])
+    ):
+        texts = fitted_divisor(reading, factor) if mismatch.quantity in ("coefficients", "loss_weights") else ()
+        causes = [Cause("denominator", one, (first.name,), (), first.name) for one in texts] + causes
+    return causes
+
+
+def _fitted(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
+    """Causes that are read off the recorded values, where no known mistake gives them."""
+    dump = reading.dump
+    for mismatch in first.mismatches:
+        name = mismatch.quantity
+        if name.startswith("counts/"):
+            found = [("denominator", text) for text in fitted_count(dump, name[7:], mismatch.recorded)]
+        elif mismatch.token is None or name == "clipped":
+            continue
+        else:
+            found = list(_of_tokens(reading, null, name))
+        if found:
+            return [Cause(kind, text, (first.name,), (), first.name) for kind, text in found]
+    return []
+
+
+def _of_tokens(reading: Reading, null: Numbers, name: str) -> Iterable[tuple[str, str]]:
+    """Yield (kind, description) of what the recorded values of tokens show."""
+    dump = reading.dump
+    recorded_T, expected_T, bounds_T = (
+        torch.as_tensor(numbers[name]) for numbers in (null.recorded, null.expected, null.bounds)
+    )
+    rounded = [("rounded", text) for text in fitted_rounding(name, recorded_T, expected_T, dump.dtype)]
+    if rounded:
+        yield from rounded
+        return
+    if name == "advantages" and (texts := list(fitted_order(reading, null, recorded_T, expected_T))):
+        yield from (("order", text) for text in texts)
+        return
+    pieces = list(fitted_pieces(dump, recorded_T, expected_T, bounds_T))
+    lost = fitted_mask(dump, recorded_T, expected_T, bounds_T) if name in ("coefficients", "loss_weights") else ()
+    yield from pieces or (("mask", text) for text in lost)
 
 
 # ---- places, and what is not decided -------------------------------------------------------------------------------

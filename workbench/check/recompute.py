@@ -9,7 +9,7 @@ Letters: T tokens | N documents.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
 from workbench.losses.corrections import CORRECTION_WEIGHTS
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import Value
@@ -42,6 +42,39 @@ class Whole(dict[str, Any]):
     """A group of settings that replaces the present one; any other dict changes it key by key."""
 
 
+Wrong = Callable[[Loss, LossInputs, LossSpec], dict[str, Term]]
+"""A loss with a mistake that no setting expresses: the right one, its inputs and settings -> the wrong terms."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of the weights of tokens.
+
+    Attributes:
+        loss_T: [T] of their weight in the reported loss.
+        gradient_T: [T] in the gradient; None: the same.
+        of: the weights that are scaled: "policy", "penalty", or "" for all.
+    """
+
+    loss_T: Tensor
+    gradient_T: Tensor | None = None
+    of: str = ""
+
+    def apply(self, by_name: Mapping[str, TokenWeights], index_T: Tensor) -> dict[str, TokenWeights]:
+        """Scale the weights of a row, [t] or of one padding token if it is empty."""
+        if not len(index_T):
+            return dict(by_name)
+        loss_t = self.loss_T[index_T]
+        gradient_t = loss_t if self.gradient_T is None else self.gradient_T[index_T]
+
+        def scaled(weights: TokenWeights) -> TokenWeights:
+            if gradient_t is loss_t:
+                return weights.map(lambda weight_T: weight_T * loss_t)
+            return TokenWeights(weights.loss_T * loss_t, weights.gradient_T * gradient_t)
+
+        return {name: scaled(weights) if self.of in ("", name) else weights for name, weights in by_name.items()}
+
+
 @dataclass(frozen=True)
 class Reading:
     """A step, and one reading of its settings; an alternative is another reading.
@@ -50,14 +83,22 @@ class Reading:
         dump: the step.
         spec: its loss.
         estimator: the advantage estimator and its settings; None: not known.
+        of_advantages: a change of the [T] advantages after the estimator; of a mistake that is no estimator.
         factor: of the whole loss, beyond the spec.
+        wrong: the loss, if it has a mistake that no setting expresses.
+        scale: of the weights of tokens, beyond the spec.
+        counts: counts that the trainer would have recorded, by name; others are those of the step.
         memo: results shared with other readings of the step; None: nothing is kept.
     """
 
     dump: StepDump
     spec: LossSpec
     estimator: tuple[str, Mapping[str, Any]] | None = None
+    of_advantages: Callable[[StepDump, Tensor], Tensor] | None = None
     factor: float = 1.0
+    wrong: Wrong | None = None
+    scale: Scale | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
     memo: Memo | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **settings: Any) -> Reading:
@@ -69,8 +110,12 @@ class Reading:
         return replace(self, spec=LossSpec.model_validate({**self.spec.model_dump(), **merged}))
 
     def with_tokens(self, **values: Tensor | None) -> Reading:
-        """Return the reading of a step with other values of tokens."""
-        return replace(self, dump=self.dump.with_tokens(**values))
+        """Return the reading of a step with other values of tokens; they may break the rules of a dump."""
+        return replace(self, dump=self.dump.reread(tokens={**self.dump.tokens, **values}))
+
+    def with_documents(self, **values: Tensor) -> Reading:
+        """Return the reading of a step with other values of documents."""
+        return replace(self, dump=self.dump.reread(documents={**self.dump.documents, **values}))
 
 
 def recompute_advantages(reading: Reading) -> Tensor | None:
@@ -96,6 +141,8 @@ def recompute_advantages(reading: Reading) -> Tensor | None:
         return None
     name, settings = reading.estimator
     advantages_T = estimate_advantages(name, inputs, **settings).advantages_T
+    if reading.of_advantages is not None:
+        advantages_T = reading.of_advantages(dump, advantages_T)
     return torch.where(dump.loss_mask_T, advantages_T, 0.0)
 
 
@@ -109,7 +156,12 @@ def _live_is_old(dump: StepDump) -> bool:
 
 
 def recompute_loss(
-    reading: Reading, *, shift: float = 0.0, metrics: bool = True, sample_T: Tensor | None = None
+    reading: Reading,
+    *,
+    shift: float = 0.0,
+    metrics: bool = True,
+    sample_T: Tensor | None = None,
+    by_term: bool = False,
 ) -> dict[str, Tensor | float]:
     """Evaluate the loss of a step: weights, ratios, corrections, clip decisions, coefficients, losses, metrics.
 
@@ -119,6 +171,7 @@ def recompute_loss(
         metrics: compute them, too.
         sample_T: [T] tokens of whole documents to evaluate, under the weights of the whole step; the values of other
             tokens are 0, and the numbers are those of the sample. None: all.
+        by_term: also the coefficients of each term, as "parts/..."; of a loss with several.
 
     Raises:
         SpecError: the loss needs values that the step does not have.
@@ -135,23 +188,29 @@ def recompute_loss(
     groups = (dump.document_ids_T, dump.documents.get("rows"))
     indices = memo.get("rows", groups, None, lambda: _rows(dump))
     weights, totals = memo.get(*_weights_key(reading, shift), lambda: _weights(reading, indices, shift))
+    if (scale := reading.scale) is not None:
+        weights = [scale.apply(by_name, index_T) for by_name, index_T in zip(weights, indices, strict=True)]
     if sample_T is not None:
-        kept = memo.get("sample", (*groups, sample_T), None, lambda: [sample_T[index_T] for index_T in indices])
-        pairs = list(zip(indices, kept, strict=True))
-        of_sample = zip(weights, pairs, strict=True)
-        weights = [_sampled(by_name, keep_T) for by_name, (_, keep_T) in of_sample]
-        indices = [index_T[keep_T] for index_T, keep_T in pairs]
-    rows = [_row(reading, index_T, shift) for index_T in indices]
-    loss, merged = build_loss(spec), _Merged(len(dump.document_ids_T))
+        whole, kept_T = indices, sample_T
+
+        def of_rows() -> list[tuple[Tensor, Tensor]]:
+            return [(kept_T[index_T], index_T[kept_T[index_T]]) for index_T in whole]
+
+        pairs = memo.get("sample", (*groups, sample_T), None, of_rows)
+        weights = [_sampled(by_name, keep_T) for by_name, (keep_T, _) in zip(weights, pairs, strict=True)]
+        indices = [index_T for _, index_T in pairs]
+    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
+    loss, merged = _loss(reading), _Merged(len(dump.document_ids_T))
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
         leaf_T = _policy(reading, index_T, shift).requires_grad_()
         head_output = TokenLogprobs(leaf_T, _at(dump, "entropies", index_T), None)
         inputs = loss_inputs(row, head_output, totals)
         evaluated = evaluate_loss(loss, inputs, of_row, row.loss_mask_T)
-        total = evaluated.scalars["total"].value
-        (gradient_T,) = torch.autograd.grad(total, leaf_T, allow_unused=True)
-        gradient_T = torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
+        gradient_T = _gradient(evaluated.scalars["total"].value, leaf_T, keep=by_term)
+        if by_term and len(evaluated.terms) > 1:
+            parts = {name: _gradient(evaluated.scalars[name].value, leaf_T, keep=True) for name in evaluated.terms}
+            merged.add_tokens(index_T, {f"parts/{name}": part_T * reading.factor for name, part_T in parts.items()})
         detached = replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
         merged.add_tokens(index_T, _of_tokens(detached, spec, evaluated.terms, of_row, gradient_T * reading.factor))
         for name, scalar in evaluated.scalars.items():
@@ -162,14 +221,39 @@ def recompute_loss(
                 merged.add_loss(f"{name}_without_coefficient", value * reading.factor)
             parts_T = term.coefficient * of_row[term.weight].loss_T * torch.where(row.loss_mask_T, term.values_T, 0.0)
             merged.add_magnitude(name, float(parts_T.detach().abs().sum()))
+        with_empty = spec.compat.documents_counted == "all"
+        counted_T = row.document_ids_T[row.document_ids_T >= 0] if with_empty else row.document_ids_T[row.loss_mask_T]
         merged.counts["tokens"] += float(row.loss_mask_T.sum())
-        merged.counts["documents"] += float(row.document_ids_T[row.loss_mask_T].unique().numel())
+        merged.counts["documents"] += float(counted_T.unique().numel())
         if metrics and bool(row.loss_mask_T.any()):
             number = int(row.document_ids_T.max()) + 1
             slots = DocumentSlots(documents_before, dump.num_documents)
             merged.metrics.append(_metrics(dump, spec, detached, evaluated.terms, row, slots))
             documents_before += number
+    merged.counts |= reading.counts
     return merged.quantities()
+
+
+def _gradient(value: Tensor, leaf_T: Tensor, *, keep: bool) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(leaf_T)
+    (gradient_T,) = torch.autograd.grad(value, leaf_T, allow_unused=True, retain_graph=keep)
+    return torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
+
+
+def _loss(reading: Reading) -> Loss:
+    right, wrong, spec = build_loss(reading.spec), reading.wrong, reading.spec
+    return right if wrong is None else lambda inputs: wrong(right, prepare_inputs(inputs, spec), spec)
+
+
+def weights_of(reading: Reading) -> Tensor:
+    """Return [T] factors of the policy's values in the loss, 0 where nothing trains."""
+    indices = _rows(reading.dump)
+    weights, _ = _weights(reading, indices, 0.0)
+    whole_T = torch.zeros(len(reading.dump.document_ids_T), dtype=torch.float64)
+    for by_name, index_T in zip(weights, indices, strict=True):
+        whole_T[index_T] = by_name["policy"].loss_T[: len(index_T)]
+    return whole_T
 
 
 def _rows(dump: StepDump) -> list[Tensor]:
@@ -183,15 +267,18 @@ def _rows(dump: StepDump) -> list[Tensor]:
 
 
 def _weights(reading: Reading, indices: list[Tensor], shift: float) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
-    rows = [_row(reading, index_T, shift) for index_T in indices]
+    memo = Memo() if reading.memo is None else reading.memo
+    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
     return step_weights(rows, reading.spec, step_layout=StepLayout(reading.dump.size("dp"), reading.dump.size("cp")))
 
 
 def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | None, ...], Hashable]:
-    """Values that the weights of a step depend on: mask, documents, and all of its values if a correction acts."""
+    """Values that the weights of a step depend on: mask, documents; all values if a correction counts or averages."""
     dump, spec = reading.dump, reading.spec
     of_documents = tuple(dump.documents.get(name) for name in ("rewards", "group_ids", "rows"))
-    if not spec.correction.acts:
+    correction = spec.correction
+    on_values = correction.denominator != "original" or correction.normalize or correction.m2_threshold is not None
+    if not (correction.acts and on_values):
         settings = (spec.denominator, spec.denominator_constant, spec.truncated, repr(spec.compat))
         return "weights", (dump.document_ids_T, dump.loss_mask_T, *of_documents), settings
     return "corrected weights", (dump.document_ids_T, *of_documents, *dump.tokens.values()), (repr(spec), shift)
@@ -216,6 +303,15 @@ def _spread(value_N: Tensor, document_ids_T: Tensor, index_T: Tensor) -> Tensor:
     return value_N[document_ids_T[index_T]] if len(index_T) else value_N.new_zeros(1)
 
 
+def _spread_kept(
+    memo: Memo, name: str, value_N: Tensor | None, document_ids_T: Tensor, index_T: Tensor
+) -> Tensor | None:
+    if value_N is None:
+        return None
+    tensors = (document_ids_T, index_T, value_N)
+    return memo.get(f"spread {name}", tensors, None, lambda: _spread(value_N, document_ids_T, index_T))
+
+
 def _places(index_T: Tensor) -> Tensor:
     return index_T if len(index_T) else index_T.new_zeros(1)
 
@@ -231,12 +327,14 @@ def _policy(reading: Reading, index_T: Tensor, shift: float) -> Tensor:
     return (policy_T + shift).detach()
 
 
-def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
+def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> TrainingRow:
     dump = reading.dump
-    ids_T = _chosen(dump.document_ids_T, index_T, fill=-1)
-    if len(index_T):
-        ids_T = ids_T.unique(return_inverse=True)[1]
+    of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
+    places = (dump.document_ids_T, index_T)
+    ids_T = memo.get("ids", places, None, lambda: _numbered(dump.document_ids_T, index_T))
     mask_T = _chosen(dump.loss_mask_T, index_T)
+    lengths_T = memo.get("lengths", (*places, dump.loss_mask_T), None, lambda: _lengths(dump, ids_T, mask_T))
+    spread = {name: _spread_kept(memo, name, value_N, *places) for name, value_N in of_documents.items()}
     given_T = dump.advantages_T
     assert given_T is not None, "can_evaluate"
     advantages_T = torch.where(mask_T, _chosen(given_T, index_T), 0.0)
@@ -244,13 +342,6 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
     weights_T = _at(dump, "correction_weights", index_T)
     given = reading.spec.correction.ratio.startswith("given") and weights_T is not None
     zeros_T = torch.zeros_like(ids_T)
-    of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
-    spread = {
-        name: None if value_N is None else _spread(value_N, dump.document_ids_T, index_T)
-        for name, value_N in of_documents.items()
-    }
-    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
-    lengths_T = trained_N[ids_T.clamp_min(0)].clamp_min(1)
     return TrainingRow(
         tokens_T=zeros_T,
         positions_T=zeros_T,
@@ -262,11 +353,23 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
         sampler_logprobs_T=None if sampler_T is None else sampler_T - shift,
         ref_logprobs_T=_at(dump, "ref_logprobs", index_T),
         source_T=_places(index_T),
-        lengths_T=lengths_T.double(),
+        lengths_T=lengths_T,
         rewards_T=spread["rewards"],
         group_ids_T=spread["group_ids"],
         extensions={CORRECTION_WEIGHTS: weights_T} if given and weights_T is not None else {},
     )
+
+
+def _numbered(document_ids_T: Tensor, index_T: Tensor) -> Tensor:
+    """[t] documents of a micro-batch, 0, 1, ... in order; -1 on the one padding token if it is empty."""
+    ids_T = _chosen(document_ids_T, index_T, fill=-1)
+    return ids_T.unique_consecutive(return_inverse=True)[1] if len(index_T) else ids_T
+
+
+def _lengths(dump: StepDump, ids_T: Tensor, mask_T: Tensor) -> Tensor:
+    """[t] trained tokens of the token's document, at least 1."""
+    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
+    return trained_N[ids_T.clamp_min(0)].clamp_min(1).double()
 
 
 def _of_tokens(

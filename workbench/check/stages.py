@@ -9,7 +9,7 @@ Letters: T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +88,12 @@ def tolerances(expected: Quantities, moved: tuple[Quantities, ...], dtype: str) 
     for name, value in expected.items():
         if isinstance(value, Tensor):
             largest = float(value.abs().max()) if len(value) else 0.0
-            bound_T = relative * value.abs() + 1e-3 * relative * largest
+            parts = [part for key, part in expected.items() if key.startswith("parts/")]
+            sizes = [torch.as_tensor(part).abs() for part in parts if name == "coefficients"]
+            bound_T = relative * sum(sizes, start=value.abs()) + 1e-3 * relative * largest
             for other in moved:
                 other_T = torch.as_tensor(other.get(name, value))
-                bound_T = bound_T + (other_T - value).abs() + relative * other_T.abs()
+                bound_T = bound_T + (1 + 4 * relative) * (other_T - value).abs() + relative * other_T.abs()
             bounds[name] = bound_T
         else:
             scale = abs(value)
@@ -102,6 +104,16 @@ def tolerances(expected: Quantities, moved: tuple[Quantities, ...], dtype: str) 
             around = [float(other[name]) for other in moved if name in other]
             bounds[name] = bound + sum(abs(number - value) for number in around if math.isfinite(number))
     return bounds
+
+
+def distances(recorded: Quantities, expected: Quantities, names: Iterable[str]) -> dict[str, float]:
+    """Return how far recorded quantities are from expected ones, relative to their size: means over tokens."""
+    results = dict[str, float]()
+    for name in names:
+        recorded_T, expected_T = torch.as_tensor(recorded[name]), torch.as_tensor(expected[name])
+        distance = float((recorded_T - expected_T).abs().double().mean())
+        results[name] = distance / (float(recorded_T.abs().double().mean()) or 1.0)
+    return results
 
 
 def compare(

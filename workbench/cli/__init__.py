@@ -35,6 +35,7 @@ VERBS = {
     ),
     "sensitivity": ("sensitivity", "plant known bugs in an ablation, and tell which its comparison rejects"),
     "check": ("check", "recompute the loss of a trainer's dumped step, and name the first stage that differs"),
+    "attribute": ("attribute", "split the gap between trainer and sampler into its causes, and measure the floor"),
     "diagnose": ("checks", "rank the causes why a run differs from a trusted one, and propose the next experiment"),
     "export": ("experiment", "export runs to W&B, trackio, MLflow or TensorBoard"),
     "rollouts": ("rollouts", "import, check or record rollouts"),

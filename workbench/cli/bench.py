@@ -54,6 +54,10 @@ BENCHMARKS = {
         "sensitivity.measure",
         "which known bugs a comparison of layouts rejects, next to the gates of other projects",
     ),
+    "attribution": (
+        "attribution.measure",
+        "whether causes planted between trainer and sampler are named, and whether the floor is right",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",
@@ -155,6 +159,8 @@ class VerifyOptions:
     )
     steps: int = 200
     """Optimizer steps of every run."""
+    lora_r: int = 0
+    """Rank of adapters on every linear layer, which alone are trained; 0: all weights are."""
     record: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -171,6 +177,7 @@ def verify(arguments: Sequence[str]) -> int:
         gpus=options.gpus,
         model=options.model,
         steps=options.steps,
+        lora_r=options.lora_r,
         report_progress=lambda line: print(f"  {line}", flush=True),
     )
     name = "verify.json" if options.gpus else "verify_cpu.json"

@@ -1,14 +1,15 @@
-"""`workbench rollouts import | check | record`: import, check and record rollouts.
+"""`workbench rollouts import | check | record | score`: import, check, record and score rollouts.
 
 Heavy imports are deferred until a verb runs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -25,17 +26,27 @@ if TYPE_CHECKING:
 def rollouts(arguments: Sequence[str]) -> int:
     """Run `workbench rollouts`, which has verbs of its own."""
     code = tyro.extras.subcommand_cli_from_dict(
-        {"import": import_, "check": check, "record": record},
+        {"import": import_, "check": check, "record": record, "score": score},
         prog="workbench rollouts",
         args=list(arguments),
-        description="Import, check or record rollouts.",
+        description="Import, check, record or score rollouts.",
         config=(tyro.conf.PositionalRequiredArgs,),
     )
     return code or 0
 
 
 def import_(
-    source: Path, output: Path, *, temperature: float = 1.0, ignore: tuple[str, ...] = (), overwrite: bool = False
+    source: Path,
+    output: Path,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    sampler_mode: str = "scaled",
+    trainer_mode: str = "scaled",
+    ignore: tuple[str, ...] = (),
+    overwrite: bool = False,
 ) -> None:
     """Convert external rollouts to a rollout dataset.
 
@@ -44,6 +55,13 @@ def import_(
             the keys.
         output: folder of the new rollout dataset.
         temperature: divisor of the logits when the tokens were sampled.
+        top_k: of the sampler, if it had one.
+        top_p: of the sampler; 1 keeps all.
+        min_p: of the sampler; 0 keeps all.
+        sampler_mode: what sampler_logprobs are: raw (before the temperature), scaled (after it), truncated (within the
+            top-k and top-p set), or the engine's name for it: raw_logprobs, processed_logprobs, sglang,
+            sglang_original.
+        trainer_mode: what old_logprobs and ref_logprobs are, likewise.
         ignore: further keys of the file to leave out.
         overwrite: replace an existing rollout dataset.
     """
@@ -51,9 +69,43 @@ def import_(
 
     check_importable(source)
     from workbench.rollouts.importers import load_rollouts  # torch; mistakes above are told without it
+    from workbench.rollouts.sampling import Sampling, quantity_of
 
-    batch = load_rollouts(source, temperature=temperature, ignore=ignore)
+    sampling = Sampling(top_k, top_p, min_p, quantity_of(sampler_mode), quantity_of(trainer_mode))
+    batch = load_rollouts(source, temperature=temperature, ignore=ignore, sampling=sampling)
     batch.save(output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name})
+    print(f"{output}: written")
+    check(output)
+
+
+def score(
+    folder: Path,
+    output: Path,
+    url: str,
+    *,
+    kind: Literal["vllm", "sglang", "llama_cpp"] = "vllm",
+    model: str | None = None,
+    mode: str = "raw",
+    overwrite: bool = False,
+) -> None:
+    """Score a rollout dataset's own tokens with an inference engine, as the sampler's log-probabilities of a new one.
+
+    Args:
+        folder: a rollout dataset.
+        output: folder of the new rollout dataset.
+        url: address of the engine, such as http://localhost:8000. A key is read from OPENAI_API_KEY.
+        kind: of the engine.
+        model: its name in requests, for vllm.
+        mode: what the engine reports of a prompt: raw, as vLLM and SGLang do, unless it was started otherwise.
+        overwrite: replace an existing rollout dataset.
+    """
+    from workbench.rollouts import files
+    from workbench.rollouts.engine_client import EngineClient
+    from workbench.rollouts.engine_client import score as scored
+
+    engine = EngineClient(url, kind, model, os.environ.get("OPENAI_API_KEY"))
+    batch = scored(files.load(folder), engine, mode=mode)
+    batch.save(output, overwrite=overwrite, provenance={"made_by": "workbench rollouts score", "engine": kind})
     print(f"{output}: written")
     check(output)
 
@@ -80,6 +132,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     print(f"{folder}: whole ({manifest.tensors.bytes} bytes, sha256 {manifest.tensors.sha256[:16]}...)")
     print(batch)
     print(f"  temperature: {batch.temperature}")
+    print(f"  sampling: {batch.sampling}")
     print_lines(["", *_field_table(batch, manifest.fields), *_reward_lines(batch)])
     trainable = Trainable.of(batch)
     print_lines([f"\nwhat a run with the loss {loss} could show:", *(f"  {line}" for line in trainable.lines())])
@@ -113,6 +166,9 @@ def record(
     prompts: int = 12,  # sizes of data/arithmetic, on which the experiments run
     answers: int = 6,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
@@ -123,12 +179,17 @@ def record(
         prompts: number of problems.
         answers: completions sampled for each problem.
         temperature: divides logits when sampling.
+        top_k: sample from this many most probable tokens; the truncated support of each token is recorded.
+        top_p: sample from the smallest set of most probable tokens with this probability.
+        min_p: sample from tokens with this share of the largest probability at least.
         seed: of the weights, the problems and the sampling.
         overwrite: replace an existing rollout dataset.
     """
     from workbench.train.sampling import RolloutSettings, record_rollouts
 
-    settings = RolloutSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
+    settings = RolloutSettings(
+        prompts=prompts, answers=answers, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
     numbers = record_rollouts(folder, settings, overwrite=overwrite, on_event=lambda line: print(line, flush=True))
     for name, value in numbers.items():
         print(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")

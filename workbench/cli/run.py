@@ -159,7 +159,10 @@ def _refuse_unknown_flags(arguments: Sequence[str], spec: RunSpec) -> None:
         if name in known or plain in known or any(name.startswith(f"{each}.") for each in known):
             continue
         setting = settings_by_name().get(name)
-        near = [f"--{each.replace('_', '-')}" for each in nearest_settings(name, RunSpec) if each in known][:3]
+        nearest = [each for each in nearest_settings(name, RunSpec) if each in known]
+        # settings of the group that was named come before those of others
+        nearest = [each for each in nearest if group and each.rpartition(".")[0] == group] or nearest
+        near = [f"--{each.replace('_', '-')}" for each in nearest[:3]]
         if name in groups:
             found = f"a group of settings: {listed([f'{flag}.{each}' for each in _inside(name)], 6)}"
         elif setting is not None and setting.kinds:

@@ -46,7 +46,7 @@ class Answer:
 
 
 def compare(
-    target: Annotated[str, Field(description=f"An experiment with a saved comparison, or a run: {_FOLDER}")],
+    target: Annotated[str, Field(description="An experiment with a saved comparison, or a run: " + _FOLDER)],
     reference: Annotated[
         str,
         Field(description="A run to compare the run `target` with, bit for bit; empty for the saved verdicts"),
@@ -167,7 +167,7 @@ def translate(
 
 
 def status(
-    target: Annotated[str, Field(description=f"{_FOLDER}; empty lists the runs of all experiments")] = "",
+    target: Annotated[str, Field(description=_FOLDER + "; empty lists the runs of all experiments")] = "",
 ) -> Answer:
     """Show the state of a run or of every run of an experiment: progress, who is waited for, and why one failed."""
     if not target:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.diagnose.gradient_evidence import Parameter, compare_gradients, typical_norm, whole_norm
-from workbench.diagnose.noise import Noise
+from workbench.diagnose.noise import SCATTER, Noise
 from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both, whole
 from workbench.records.certificate import check_certificate
 from workbench.records.integrity import check_gradients
@@ -155,7 +155,7 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
     steps, largest = [], 0.0
     for place, (a, b) in enumerate(pairs):
         norm, largest = whole_norm(a), max(largest, whole_norm(a))
-        noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
+        noise = _noise(trusted, suspect, place, a, b)
         gradients = _gradients(trusted, a), _gradients(suspect, b)
         steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0), gradients))
         if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= ARBITRARY > noise.gradient:
@@ -163,10 +163,58 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
     return Evidence(trusted, suspect, tuple(steps))
 
 
-def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
-    """True if log-probabilities of all tokens that train in both are bitwise identical."""
-    pair = trained_in_both(shared_tokens(a, b), "policy_logprobs")
-    return pair is not None and len(pair[0]) > 0 and torch.equal(pair[0].double(), pair[1].double())
+def _noise(trusted: Record, suspect: Record, place: int, a: RecordedStep, b: RecordedStep) -> Noise:
+    """Tolerances of a step: narrow where all that the loss is computed from is bitwise identical, or is another number.
+
+    What is computed from log-probabilities of other forward passes that differ by rounding is as rough as these.
+    """
+    tokens = shared_tokens(a, b)
+    pair = trained_in_both(tokens, "policy_logprobs")
+    same = pair is not None and len(pair[0]) > 0 and torch.equal(pair[0].double(), pair[1].double())
+    noise = Noise.between(trusted.context, suspect.context, place, same_forward=same)
+    if not same:
+        return noise
+    if any(_rounded(tokens, name, noise) for name in other_forwards(tokens)):
+        return Noise.between(trusted.context, suspect.context, 0)  # equal policies: no weight has parted yet
+    of_workbench = trusted.of_workbench and suspect.of_workbench  # their inputs are all recorded
+    known = of_workbench or _rounded(tokens, "losses", noise) is False
+    return noise if known else noise.with_inputs_rounded(critic=all(map(_of_critic, tokens)))
+
+
+def other_forwards(tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> list[str]:
+    """Per-token values that another forward pass than the policy's gives, or what is computed from it.
+
+    Ratios are such where what they divide by was not noted, advantages where a critic gives each token its own.
+    """
+    names = ["old_logprobs", "ref_logprobs", "sampler_logprobs"]
+    if not all("old_logprobs" in each for each in tokens):
+        names.append("ratios")
+    if all(_of_critic(each) for each in tokens):
+        names += ["advantages", "rewards"]
+    return [name for name in names if all(name in each for each in tokens)]
+
+
+def _of_critic(tokens: Mapping[str, Tensor]) -> bool:
+    """True if advantages vary within documents."""
+    if not {"advantages", "documents", "trained"} <= set(tokens) or not bool(tokens["trained"].any()):
+        return False
+    here = tokens["trained"].bool()
+    documents, values = tokens["documents"][here], tokens["advantages"].double()[here]
+    most = torch.full((int(documents.max()) + 1,), -math.inf, dtype=torch.float64)
+    least = -most
+    most.scatter_reduce_(0, documents.clamp_min(0).long(), values, "amax")
+    least.scatter_reduce_(0, documents.clamp_min(0).long(), values, "amin")
+    return bool((most > least).any())
+
+
+def _rounded(tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], name: str, noise: Noise) -> bool | None:
+    """True if a value differs in tokens that train in both, and by no more than rounding; None if it was not noted."""
+    if (pair := trained_in_both(tokens, name)) is None or not len(pair[0]):
+        return None
+    one, other = (values.double() for values in pair)
+    apart = (one - other).abs() / (1 + one.abs())
+    scatter = float(apart.square().mean().sqrt())
+    return 0 < scatter <= noise.other_nats / SCATTER and bool((apart <= noise.other_nats).all())
 
 
 def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
@@ -205,7 +253,8 @@ def _step(
         measured = compare_gradients(gradients, a, b, norms, noise)
         values |= measured or {}
         silent += ["gradient"] if measured is None else []
-    partial = () if _same_division(a, b) else (*a.partial_metrics, *b.partial_metrics)
+    parts, others = set(a.partial_metrics), set(b.partial_metrics)
+    partial = parts ^ others if _same_division(a, b) else parts | others  # of the step in one run, of a part in another
     shared = [key for key in a.metrics if key in b.metrics and key not in partial]
     off = {
         key: (a.metrics[key], b.metrics[key])

@@ -24,6 +24,12 @@ _METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0
 _SAME_FORWARD = {"float64": 1e-6, "float32": 1e-5, "float16": 5e-3, "bfloat16": 0.03, "float8": 0.1}
 _OF_FLOAT32 = 1e-5
 """Relative tolerance for sums in float32 of the same numbers in another order."""
+_OF_INPUTS = 0.1
+"""Of the tolerance of gradients, that of a loss whose inputs are rounded: a mean over tokens, whose errors average out.
+Of 0.1 in bfloat16 the largest seen is 0.0033 (`experiments/diagnosis/rounding`)."""
+SCATTER = 10
+"""Rounding of log-probabilities is a tenth of its largest tolerance on average (root mean square) over tokens: of 0.01
+in bfloat16 the largest seen is 0.0025 (`experiments/diagnosis/rounding`)."""
 _COARSE = tuple(_FIRST)
 _UNKNOWN = "float32"
 _CLIP_NATS = 0.01
@@ -44,7 +50,10 @@ class Noise:
         logprob_nats: difference of a token's log-probability, relative to 1 + its absolute value.
         outliers: share of the tokens that may lie further apart.
         same_forward: log-probabilities of all tokens are bitwise identical.
-        unknown_inputs: relative tolerance of a loss whose other inputs (a reference) were not recorded.
+        unknown_inputs: relative tolerance of a loss, or a metric, whose other inputs (a reference, a critic) were not
+            recorded.
+        other_nats: like ``logprob_nats``, of log-probabilities that another forward pass gave, of an old policy, a
+            reference or a sampler: their batches may be padded and divided otherwise than those that train.
     """
 
     gradient: float
@@ -55,6 +64,7 @@ class Noise:
     outliers: float
     same_forward: bool = False
     unknown_inputs: float = 0.0
+    other_nats: float = 0.0
 
     @classmethod
     def between(
@@ -71,8 +81,24 @@ class Noise:
             rest = min(bar, _OF_FLOAT32)
             gradient = min(bar, _SAME_FORWARD[name])
             floor = _METRIC_FLOOR["float32"]
-            return cls(gradient, rest, 10 * rest, floor, 10 * rest, 0.0, same_forward=True, unknown_inputs=bar / 20)
-        return cls(bar, bar, bar, _METRIC_FLOOR[name], bar, 0.05 if step and name != "float64" else 0.0)
+            return cls(
+                *(gradient, rest, 10 * rest, floor, 10 * rest, 0.0),
+                same_forward=True,
+                unknown_inputs=_FIRST[name] * _OF_INPUTS,
+                other_nats=_FIRST[name],
+            )
+        outliers = 0.05 if step and name != "float64" else 0.0
+        return cls(bar, bar, bar, _METRIC_FLOOR[name], bar, outliers, other_nats=bar)
+
+    def with_inputs_rounded(self, *, critic: bool) -> Noise:
+        """Tolerances where values of the loss are apart by rounding of inputs that were not recorded.
+
+        Policies agree bit for bit, and another forward pass does not: that of a reference hardly changes weights of
+        predictions, a critic's has a gradient of its own.
+        """
+        rest = max(self.loss, self.unknown_inputs)
+        gradient = max(self.gradient, self.other_nats) if critic else self.gradient
+        return replace(self, gradient=gradient, loss=rest, metric=max(self.metric, rest))
 
     def of_metric(self, key: str) -> float:
         """Tolerance of one metric.

@@ -32,6 +32,9 @@ FEW = 0.2
 """Share of the rows whose targets may not be clear, as they are where weights are nearly 0."""
 PLACES = 2**13
 """Places and vocabulary ids among which a single one that was lost is looked for."""
+BONUS = 0.05
+"""Relative distance of two coefficients of an entropy: least squares find them from gradients that bfloat16 rounds, and
+those in use differ by more."""
 UNIFORM = 1e-2
 """Relative distance of a row's n sum(w^2) from (sum |w|)^2 below which all of its weights are one."""
 
@@ -49,6 +52,12 @@ class Row(NamedTuple):
     square: float
     logprob: float
     entropy: float
+    clear: int | None = None
+
+    @property
+    def unclear(self) -> bool:
+        """True if targets of some predictions are not known: they weigh next to nothing beside an entropy."""
+        return self.clear is not None and self.clear < self.trained
 
     @property
     def uniform(self) -> bool:
@@ -116,8 +125,9 @@ class OutputFacts:
         """
         if self._keys[0] == self._keys[1]:
             return True
-        places = all(one.places == two.places for one, two in self.in_order or ())
-        return bool(self.in_order) and places and 0 < self.other_targets <= FEW
+        if not self.in_order or any(one.places != two.places for one, two in self.in_order):
+            return False
+        return self.other_targets <= FEW and any(_differ(one, two) or one.unclear for one, two in self.in_order)
 
     @cached_property
     def same_rows(self) -> list[tuple[Row, Row]]:
@@ -169,7 +179,7 @@ class OutputFacts:
         same = [pair for pair in self.in_order or () if pair[0].places == pair[1].places]
         if not self.of_tokens or 2 * len(same) < len(self.in_order or ()) or not same:
             return 0.0
-        return sum(one.targets != two.targets for one, two in same) / len(same)
+        return sum(_differ(one, two) for one, two in same) / len(same)
 
     @property
     def moved(self) -> bool:
@@ -177,6 +187,29 @@ class OutputFacts:
         pairs = self.in_order or []
         off = sum(one.places != two.places for one, two in pairs)
         return bool(pairs) and all(one.trained == two.trained for one, two in pairs) and 2 * off > len(pairs)
+
+    @property
+    def shifted(self) -> tuple[int, int] | None:
+        """How far behind their predictions most targets lie, in tokens, if that is known of both and differs."""
+        far: list[int] = []
+        for seen in (self.trusted, self.suspect):
+            clear, *at = seen.get("after") or (0,)
+            if not clear or 2 * max(at) <= clear:
+                return None
+            far.append(at.index(max(at)))
+        return (far[0], far[1]) if far[0] != far[1] else None
+
+    @property
+    def next_ids(self) -> bool:
+        """True if nearly all targets of the suspect are known to be the next ids, as those of the trusted run are."""
+        both = [seen.get("after") or (0, 0, 0, 0) for seen in (self.trusted, self.suspect)]
+        return all(clear and at[1] >= LIKELIHOODS * clear for clear, *at in both)
+
+    @property
+    def only_unclear(self) -> bool:
+        """True if rows train other numbers of predictions, and as many in each whose targets are clear."""
+        clear = [[(row.call, row.clear) for row in rows if row.clear] for rows in self.rows]
+        return self.trained[0] != self.trained[1] and clear[0] == clear[1] and bool(clear[0])
 
     @cached_property
     def lost_one_each(self) -> bool:
@@ -199,11 +232,12 @@ class OutputFacts:
 
         None if the same targets are not known to train.
         """
-        if not self.same_targets or not self.same_rows:
+        if not self.same_targets or not self.pairs:
             return None
         apart = [
-            max(abs(one.logprob - two.logprob), abs(one.entropy - two.entropy)) / one.trained
-            for one, two in self.same_rows
+            max(0.0 if one.targets != two.targets else abs(one.logprob - two.logprob), abs(one.entropy - two.entropy))
+            / one.trained
+            for one, two in self.pairs
         ]
         return sum(apart) / len(apart), max(apart)
 
@@ -226,6 +260,12 @@ class OutputFacts:
         if not self.of_tokens or None in slopes or min(slopes) <= 0 or abs(slopes[1] / slopes[0] - 1) <= SLOPE:
             return None
         return 1 / slopes[0], 1 / slopes[1]
+
+    @property
+    def bonuses(self) -> tuple[float, float] | None:
+        """Coefficients of an entropy in the two losses; None if they agree, or one shows in neither gradient."""
+        one, other = (float(seen.get("bonus") or 0.0) for seen in (self.trusted, self.suspect))
+        return None if abs(other - one) <= BONUS * max(abs(one), abs(other)) else (one, other)
 
     # ---- weights ---------------------------------------------------------------------------------------------
 
@@ -282,13 +322,15 @@ class OutputFacts:
         """True if rows have factors of their own, and all weights of a row the same."""
         return bool(self.ratios) and self.within_rows == 0 and self.common is None
 
-    def follows(self, kind: str) -> bool:
-        """True if factors of rows are one over a count of the predictions of each "row", "call", or "rank".
+    def follows(self, kind: str, *, of_rows: bool = False) -> bool:
+        """True if factors of rows are one over a count of the predictions, or rows, of each "row", "call", or "rank".
 
         Formula: r n is one number over pieces, r one number within each. Calls of a rank have one r in common. Of
         "length" r / n is one number in each call: sums in place of means.
         """
         if not self.factor_of_row or any(ratio <= 0 for _, _, ratio in self.ratios or ()):
+            return False
+        if of_rows and kind == "row":
             return False
         pieces: dict[Any, list[tuple[int, float]]] = defaultdict(list)
         for at, (one, _, ratio) in enumerate(self.ratios or ()):
@@ -298,13 +340,13 @@ class OutputFacts:
             return bool(several) and all(_spread([ratio / n for n, ratio in each]) <= 4 * self.bar for each in several)
         if any(_spread([ratio for _, ratio in each]) > 2 * self.bar for each in pieces.values()):
             return False
-        found = [(sum(n for n, _ in each), each[0][1]) for each in pieces.values()]
+        found = [(len(each) if of_rows else sum(n for n, _ in each), each[0][1]) for each in pieces.values()]
         if kind == "rank":
             found = _grouped(found, self.bar)
             if len(found) >= len(pieces):
                 return False
         products = [n * ratio for n, ratio in found]
-        return len(found) > 1 and _spread(products) <= 4 * self.bar
+        return len({n for n, _ in found}) > 1 and _spread(products) <= 4 * self.bar
 
     @property
     def roughly_per_length(self) -> bool:
@@ -378,6 +420,11 @@ def _alike(one: Row, two: Row, bar: float) -> bool:
     spreads = [row.square / row.size**2 for row in (one, two)]
     signs = {(one.positive, one.trained), (one.trained - one.positive, one.trained)}
     return abs(spreads[1] / spreads[0] - 1) <= 2 * bar and (two.positive, two.trained) in signs
+
+
+def _differ(one: Row, two: Row) -> bool:
+    """True if the targets of two rows are known and not the same."""
+    return one.targets != two.targets and not one.unclear and not two.unclear
 
 
 def _spread(values: Sequence[float]) -> float:

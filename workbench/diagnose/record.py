@@ -349,6 +349,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
         "optimizer": spec.optimizer.name,
         "denominator": spec.loss.denominator,
         "precision": spec.precision,
+        **({"label_smoothing": spec.loss.label_smoothing} if spec.loss.label_smoothing else {}),
         **{name: size for name in ("ep", "pp") if (size := getattr(layout, name)) > 1},
         **{f"{CHANGES}{name}": getattr(spec.mixed_precision, name) for name in spec.mixed_precision.changed},
     }
@@ -394,7 +395,8 @@ def _places(
         **{name: torch.full((batch.num_tokens,), -1) for name in ("rows", "shards", "places")},
         "positions": batch.positions_T.clone(),
     }
-    if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # these need logits
+    penalties = spec.loss.squared_logit_coefficient, spec.loss.mean_squared_logit_coefficient
+    if not any((*penalties, spec.loss.label_smoothing)):  # these need logits
         values["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
     lined_up = [
         shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)

@@ -9,6 +9,7 @@ Letters: T tokens of completions, of all documents | N documents | B rows | C pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,6 +153,17 @@ class StepDump:
         """Return the step with other values of tokens; None removes one."""
         tokens = {name: value for name, value in {**self.tokens, **changes}.items() if value is not None}
         return replace(self, tokens=tokens)
+
+    def reread(
+        self, tokens: Mapping[str, Tensor | None] | None = None, documents: Mapping[str, Tensor] | None = None
+    ) -> StepDump:
+        """Return another reading of a checked step: values replaced, None left out, no rule checked again."""
+        other = copy(self)  # without __post_init__
+        if tokens is not None:
+            object.__setattr__(other, "tokens", {name: value for name, value in tokens.items() if value is not None})
+        if documents is not None:
+            object.__setattr__(other, "documents", documents)
+        return other
 
     def with_note(self, note: str) -> StepDump:
         """Return the step with a further note."""

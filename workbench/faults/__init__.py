@@ -8,7 +8,6 @@ of its family, with its origin, settings that expose it, settings that hide it, 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from workbench.errors import SpecError
+from workbench.errors import SpecError, nearest_names
 
 FAMILIES: Mapping[str, str] = {
     "A": "wrong denominator",
@@ -33,6 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "I": "advantages and groups",
     "J": "precision and fused kernels",
     "K": "auxiliary losses",
+    "L": "low-rank adapters",
     "S": "sharding",
     "U": "optimizer's update",
 }
@@ -52,7 +52,10 @@ MODULES: Mapping[str, str] = {
     "sharding": "S",
     "experts": "S",
     "pipeline": "S",
+    "routes": "K",
     "attention": "S",
+    "prediction": "K",
+    "adapters": "L",
     "updates": "U",
 }
 """Modules of this package whose faults a spec can name -> the family of those that state none."""
@@ -162,7 +165,7 @@ def nearest_faults(name: str) -> str:
     """Return a question with the faults whose names are nearest to an unknown one, or where all of them are listed."""
     names = fault_names()
     parts = [each for each in names if set(name.split("_")) & set(each.split("_"))]
-    near = difflib.get_close_matches(name, names, n=3) or difflib.get_close_matches(name, parts, n=3, cutoff=0.0)
+    near = nearest_names(name, names) or nearest_names(name, parts, cutoff=0.0)
     if not near:
         return f"unknown; workbench.faults.fault_names() lists the {len(names)} known ones"
     return f"unknown; did you mean {' or '.join(map(repr, near))}?"

@@ -186,3 +186,19 @@ def whole_norm_gradients_summed_over_tp(
         for name, shard in shards.items()
     }
     sum_gradients(model, all_parts, mesh, *more)
+
+
+@fault(
+    family="J",
+    seam="workbench.policy.logprobs.vocabulary_parallel:whole_mean",
+    origin="NVIDIA/Megatron-LM#7452 (finding 1), #7464 and #7466, earlier #737",
+    signature="right log-probabilities and entropies; the smoothed part of the loss is another number on every tp "
+    "rank, and its gradient 1 / (columns of a rank) instead of 1 / V: about tp times too big; no effect without "
+    "smoothing",
+    shows_in={"layout": {"tp": 2}, "loss": {"name": "sft", "surrogate": {"label_smoothing": 0.1}}},
+    hidden_in={"loss": {"surrogate": {"label_smoothing": 0.0}}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_labels_are_smoothed_over_a_slice_of_the_vocabulary",
+)
+def smoothing_over_local_vocabulary(whole_mean: Callable, logits_TV: Tensor, vocabulary: int, axis: Axis) -> Tensor:
+    """Label smoothing over a vocabulary-parallel head takes the mean over the columns of one tp rank."""
+    return logits_TV.mean(-1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import SpecError, did_you_mean, listed
+from workbench.errors import SpecError, did_you_mean, listed, nearest_names
 from workbench.records.certificate import compared_bitwise
 from workbench.specs.run import RunSpec
 
@@ -117,7 +116,7 @@ def _rows(spec: RunSpec) -> str:
 def unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:
     """Return the error of a name that an ablation does not have."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name, names, n=3)
+    nearest = nearest_names(name, names)
     return SpecError(
         f"{where}: {what} {name!r} does not exist",
         found=listed([*nearest, *(other for other in names if other not in nearest)], 20),

@@ -24,6 +24,7 @@ from workbench.policy.decoder import check_tied
 from workbench.records.states import CLUSTERS
 from workbench.rollouts.task import task_file
 from workbench.sharding import divisibility
+from workbench.specs.lora import read_settings
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.run import RunSpec
 from workbench.untrusted import parse_json
@@ -93,6 +94,8 @@ def _checks(plan: PlannedRun, inputs: _Inputs, where: str, gpus: Sequence[str]) 
         yield lambda: _check_cpu(spec)
     yield lambda: inputs.check_source(spec.model.source)
     yield lambda: check_tied(spec.model.source, spec.model.tied)
+    if (adapter := spec.lora.source) is not None:
+        yield lambda: read_settings(inputs.project / adapter, spec.lora)
     yield lambda: policy_sizes.check_whole_vocabulary(spec.policy.logprobs, layout.tp)
     yield lambda: inputs.check_layout(spec)
     yield lambda: divisibility.check_row_multiple(data, layout, spec.reproducible)

@@ -32,6 +32,7 @@ from workbench.records.integrity import check_whole
 from workbench.records.provenance import this_process, versions
 from workbench.records.states import ENDED
 from workbench.rollouts.task import task_file
+from workbench.specs.lora import read_settings
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.run import RunSpec
 from workbench.user_file import find_file
@@ -241,6 +242,9 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
             data = {"task": task if task == "arithmetic" else _sha256(task_file(task, project)[0])}
         if isinstance(spec.loss.surrogate, OwnLoss):  # likewise
             data["loss"] = _sha256(find_file(spec.loss.surrogate.function, project, setting="loss.name"))
+        if (adapter := spec.lora.source) is not None:
+            read_settings(project / adapter, spec.lora)
+            data["adapter"] = " ".join(map(_sha256, sorted((project / adapter).glob("adapter_*"))))
         identities.append(software | {"checkpoint": checkpoints[spec.model.source]} | data)
     return identities
 

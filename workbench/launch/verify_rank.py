@@ -31,11 +31,15 @@ from workbench.parallel_loss.rows import shifted
 from workbench.policy.attention import with_our_attention, with_torch_attention
 from workbench.policy.decoder import QWEN3, published_qwen3, tiny_qwen3
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
+from workbench.policy.lora import install_lora
 from workbench.policy.precision import lift_to_float64
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_max, all_sum_
-from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+from workbench.sharding.gradients import trained_parameters
+from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
 from workbench.sharding.plan import ShardPlan
+from workbench.sharding.tensor_parallel import ParameterShard
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
 
 VOCABULARY = 97
@@ -47,9 +51,16 @@ BATCHES = 4
 LOSS = LossSpec(name="grpo", kl={"coefficient": 0.05})
 
 
-def make_model(name: str, device: torch.device, *, precision: str = "float32", ours: bool = False) -> Any:
-    """The decoder with its seeded weights, under torch's attention or ours."""
+def make_model(
+    name: str, device: torch.device, *, precision: str = "float32", ours: bool = False, lora_r: int = 0
+) -> Any:
+    """The decoder with its seeded weights, under torch's attention or ours; with adapters, none of which is 0."""
     model = published_qwen3(name) if name in QWEN3 else tiny_qwen3(VOCABULARY)
+    if lora_r:
+        shapes = {name: value.shape for name, value in model.named_parameters()}
+        shards = dict.fromkeys(shapes, ParameterShard())
+        spec = LoraSpec(r=lora_r, init_lora_weights="random")
+        install_lora(model, single_process_mesh(), shards, spec, shapes=shapes)
     model = with_our_attention(model) if ours else with_torch_attention(model)
     return (lift_to_float64(model) if precision == "float64" else model).to(device)
 
@@ -172,16 +183,17 @@ def train(
     if engine == "mean":
         ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, process_group=mesh["cp"].group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
+    trained = trained_parameters(model).values()
+    optimizer = torch.optim.SGD(trained, lr=task.learning_rate)
     losses, norms, allocated, reserved = [], [], [], []
     with StepClock(mesh.device) as clock:
         for number in range(task.steps):
             optimizer.zero_grad(set_to_none=True)
             losses.append(backward(wrapped, batches[number % BATCHES]).item())
             if engine == "sum":
-                all_sum_([_gradient(parameter) for parameter in model.parameters()], mesh["cp"])
+                all_sum_([_gradient(parameter) for parameter in trained], mesh["cp"])
             if engine is None:
-                each = [torch.linalg.vector_norm(_gradient(parameter)) for parameter in model.parameters()]
+                each = [torch.linalg.vector_norm(_gradient(parameter)) for parameter in trained]
                 norms.append(torch.linalg.vector_norm(torch.stack(each)).item())
             optimizer.step()
             if mesh.device.type == "cuda":
@@ -204,7 +216,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
     """True if every weight has the same bits on every rank of cp. Two collectives a parameter."""
     same = True
-    for parameter in model.parameters():
+    for parameter in trained_parameters(model).values():
         most, least = all_max(parameter, mesh["cp"]), -all_max(-parameter.detach(), mesh["cp"])
         same = same and torch.equal(most, least)
     return same
@@ -216,7 +228,7 @@ def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
 def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """The truth, one rank's float32 in several orders of the rows, and a gradient that is off by the ranks."""
     mesh = make_mesh(device=device, alone=True)
-    exact = make_model(task.model, device, precision="float64")
+    exact = make_model(task.model, device, precision="float64", lora_r=task.lora_r)
     save_file(saved(make_batches(task, exact, device)), folder / "batches.safetensors")
     batches = loaded(load_file(folder / "batches.safetensors"), device)
     in_order = torch.arange(task.rows, device=device)
@@ -227,10 +239,10 @@ def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[s
     save_file(_weights(exact), folder / "start.safetensors")
     yield "truth", exact, train(exact, on_whole_rows(in_order), wide, task, mesh=mesh)
     for number in range(task.orders):
-        model = make_model(task.model, device)
+        model = make_model(task.model, device, lora_r=task.lora_r)
         order_B = in_order.roll(number)
         yield f"one_rank{number}", model, train(model, on_whole_rows(order_B), batches, task, mesh=mesh)
-    model = make_model(task.model, device)
+    model = make_model(task.model, device, lora_r=task.lora_r)
     yield "off_by_ranks", model, train(model, on_whole_rows(in_order, 1 / task.ranks), batches, task, mesh=mesh)
 
 
@@ -242,13 +254,14 @@ def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[tu
         for engine in ("sum", "mean"):
             align = align_loss(mesh, engine=engine)
             backward = under_torch(align) if attention == "torch" else under_ours(align, task)
-            model = make_model(task.model, device, ours=attention == "ours")
+            model = make_model(task.model, device, ours=attention == "ours", lora_r=task.lora_r)
             result = train(model, backward, batches, task, mesh=mesh, engine=engine)
             yield f"{attention}_{engine}", model, result | {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    """Trained weights."""
+    return {name: value.detach().cpu().contiguous() for name, value in trained_parameters(model).items()}
 
 
 def main(arguments: list[str]) -> None:

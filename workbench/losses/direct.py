@@ -6,6 +6,7 @@ Letters: T packed tokens. l log-probability of the policy, r ratio, A advantage,
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.sequence import log_sequence_ratio
@@ -93,15 +94,40 @@ def cispo(
     return Term(values_T, extras={"ratio_truncated": weight_T != ratio_T})
 
 
-def sft(inputs: LossInputs) -> Term:
-    """Negative log-likelihood.
+def sft(inputs: LossInputs, *, label_smoothing: float = 0.0) -> Term:
+    """Negative log-likelihood, of labels that are smoothed over the whole vocabulary.
 
-    Formula:  value = -l
+    Formula:  value = -(1 - e) l - e (1 / V) sum_v log p_v,   e = label_smoothing, V the tokens that exist
+              sum_v log p_v / V = mean logit - log normaliser
     Shapes:   [T] -> [T]. Units: nats.
-    Backward: -1.
-    Source:   maximum likelihood.
+    Backward: -(1 - e) to l, e to the log normaliser and -e to the mean logit: p_v - (1 - e) 1[v = target] - e / V.
+    Raises:   SpecError: smoothing without a mean of logits.
+    Source:   maximum likelihood; smoothing: Szegedy et al., arXiv 1512.00567, section 7, in the convention of torch's
+              cross_entropy, whose e / V is also the target's.
+    Differs:  Megatron-LM gives e / (V - 1) to each other token and 1 - e to the target: e (V - 1) / V of its e here is
+              the same loss. Over tp it takes the mean over a rank's slice (NVIDIA/Megatron-LM#7452, finding 1).
     """
-    return Term(-inputs.counted_logprobs_T, silent_T=~inputs.counts_T)
+    values_T = -inputs.counted_logprobs_T
+    if label_smoothing:
+        values_T = (1 - label_smoothing) * values_T + label_smoothing * mean_surprisal(inputs)
+    return Term(values_T, silent_T=~inputs.counts_T)
+
+
+def mean_surprisal(inputs: LossInputs) -> Tensor:
+    """[T] mean over the whole vocabulary of -log p: cross entropy of a uniform label; 0 where nothing counts.
+
+    Units:    nats.
+    Backward: 1 to the log normaliser, -1 to the mean logit.
+    Raises:   SpecError: the head returned no mean of logits.
+    """
+    if inputs.mean_logit_T is None or inputs.logsumexp_T is None:
+        raise SpecError(
+            "label_smoothing",
+            found="no mean_logit_T and logsumexp_T",
+            rule="labels are smoothed over the whole vocabulary, which only the output head sees",
+            fix="request both outputs of the head, or leave surrogate.label_smoothing at 0",
+        )
+    return torch.where(inputs.counts_T, inputs.logsumexp_T - inputs.mean_logit_T, 0.0)
 
 
 def positive_nll(inputs: LossInputs, *, coefficient: float) -> Term:

@@ -21,6 +21,9 @@ from workbench.errors import ShapeError, SpecError
 from workbench.losses.document_sums import DocumentSums
 from workbench.shapes import check_shapes
 
+HEAD_OUTPUTS = ("entropy_T", "logsumexp_T", "mean_squared_logit_T", "mean_logit_T")
+"""Fields of `LossInputs` that the output head computes besides the log-probability; each has a gradient."""
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -46,9 +49,15 @@ class LossInputs:
             `document_sums`.
         logsumexp_T: [T] nats, log normaliser of the policy's logits, or None.
         mean_squared_logit_T: [T] mean over the vocabulary of the policy's squared logits, or None.
+        mean_logit_T: [T] mean over the vocabulary of the policy's logits, or None.
         source_T: [T] long, index of the token in the source batch, the same in every layout; None: its index in
             this row.
         correction_weights_T: [T] sampler corrections that were computed elsewhere, or None.
+        support_mass_T: [T] the policy's probability of each token's truncated support, if log-probabilities are over
+            these; else None.
+        outside_support_T: [T] bool, the token is not in the support that the sampler's settings give for the policy's
+            own distribution; or None. For metrics alone.
+        support_size_T: [T] tokens of the support that was recorded; or None. For metrics alone.
         length_epsilon: added to a document's length where a mean over it is taken (`document_mean`).
         sums: sums over documents that may straddle ranks; None: every token is local.
         statistics: numbers of the whole optimizer step, computed before it was split, by name; see
@@ -69,8 +78,12 @@ class LossInputs:
     lengths_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
     mean_squared_logit_T: Tensor | None = None
+    mean_logit_T: Tensor | None = None
     source_T: Tensor | None = None
     correction_weights_T: Tensor | None = None
+    support_mass_T: Tensor | None = None
+    outside_support_T: Tensor | None = None
+    support_size_T: Tensor | None = None
     length_epsilon: float = 0.0
     sums: DocumentSums | None = None
     statistics: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +106,7 @@ class LossInputs:
     def rounded(self, dtype: torch.dtype) -> LossInputs:
         """Return these inputs with the values of tokens, which are not counts, rounded to a dtype."""
         names = ("policy_logprobs_T", "old_logprobs_T", "advantages_T", "sampler_logprobs_T", "ref_logprobs_T")
-        values = {name: getattr(self, name) for name in (*names, "entropy_T", "logsumexp_T", "mean_squared_logit_T")}
+        values = {name: getattr(self, name) for name in (*names, *HEAD_OUTPUTS)}
         return replace(self, **{name: v.to(dtype).to(v.dtype) for name, v in values.items() if v is not None})
 
     @cached_property

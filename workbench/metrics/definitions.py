@@ -37,6 +37,7 @@ from workbench.metrics.quantities import (
     PolicyName,
     Ratio,
     Region,
+    Support,
     Truncated,
     beyond,
 )
@@ -279,7 +280,7 @@ def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None 
     ``clip`` is its clip, if a surrogate of whole documents needs document metrics for it; None: of tokens.
     """
     clips = _clips(clipping_terms, clip)
-    return (*_counts(), *_logprobs(), *_ratios(), *clips, *_kls(), *_advantages(), *_weights())
+    return (*_counts(), *_logprobs(), *_supports(), *_ratios(), *clips, *_kls(), *_advantages(), *_weights())
 
 
 def _document_mean(key: str, meaning: str, unit: str, column: Column) -> Metric:
@@ -315,6 +316,17 @@ def _logprobs() -> Iterable[AnyMetric]:
     yield _document_mean("entropy/policy/document_mean", "document's mean entropy", "nats", Entropy())
     yield Metric("entropy/policy/min", "smallest entropy", "nats", Entropy(), Minimum(), level="full")
     yield Metric("entropy/policy/max", "largest entropy", "nats", Entropy(), Maximum(), level="full")
+
+
+def _supports() -> Iterable[AnyMetric]:
+    mass = "the policy's probability of the truncated support that was recorded for a token"
+    for reduce in ("mean", "min"):
+        description, reducer = STATISTICS[reduce]
+        yield Metric(f"support/mass/{reduce}", f"{description} {mass}", "1", Support("mass"), reducer)
+    size = "mean number of tokens in the truncated support; the vocabulary where there is none"
+    yield Metric("support/size/mean", size, "tokens", Support("size"), Mean())
+    outside = "share of tokens outside the support that the sampler's settings give for the policy's own distribution"
+    yield Metric("support/outside/fraction", outside, "1", Support("outside"), Mean(), level="full")
 
 
 def _ratios() -> Iterable[AnyMetric]:

@@ -47,10 +47,12 @@ class GradientTokens:
     def __init__(self, row: TrainingRow, inputs: LossInputs) -> None:
         import torch
 
+        from workbench.losses.terms import HEAD_OUTPUTS
+
         self.row = row
         self.mask_T = torch.zeros_like(row.loss_mask_T)
         # Hooks, not advantages: clips, corrections and KL terms decide where gradients are zero (DECISIONS.md, 108).
-        for values_T in (inputs.policy_logprobs_T, inputs.entropy_T, inputs.logsumexp_T, inputs.mean_squared_logit_T):
+        for values_T in (inputs.policy_logprobs_T, *(getattr(inputs, name) for name in HEAD_OUTPUTS)):
             if values_T is not None and values_T.requires_grad:
                 values_T.register_hook(self._record)
 

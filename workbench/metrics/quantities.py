@@ -248,6 +248,24 @@ class Entropy(Column):
 
 
 @dataclass(frozen=True)
+class Support(Column):
+    """A value of the truncated supports over which log-probabilities are taken; None without them.
+
+    mass: the policy's probability of the support. size: its tokens. outside: 1 if the token is not in the support that
+    the sampler's settings give for the policy's own distribution.
+    """
+
+    name: Literal["mass", "size", "outside"]
+
+    def of(self, q: Quantities) -> Tensor | None:
+        """See `Column.of`."""
+        inputs = q.inputs
+        of = {"mass": inputs.support_mass_T, "size": inputs.support_size_T, "outside": inputs.outside_support_T}
+        value_T = of[self.name]
+        return None if value_T is None else value_T.double()
+
+
+@dataclass(frozen=True)
 class Advantage(Column):
     """The advantage; or 1 where it is exactly 0 and 0 elsewhere."""
 

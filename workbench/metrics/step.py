@@ -37,6 +37,9 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "ln_1",
             "ln_2",
             "final_layernorm",
+            "enorm",
+            "hnorm",
+            "post_norm",
         }
     ),
     "attention": frozenset({"self_attn", "attn", "attention", "linear_attn"}),

@@ -26,21 +26,24 @@ SHARDED = "workbench_sharded"
 TORCH = "workbench_torch"
 
 
-_PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+PREDICTION_COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names, in configurations of `transformers`, of the number of layers for multi-token prediction. It loads a model
-without them, so their weights would be lost."""
+without them, so without `policy.prediction` their weights would be lost."""
 
 
-def refuse_unknown(model: Any) -> None:
-    """Reject features that are known to be unsupported; `with_our_attention` measures the rest."""
+def refuse_unknown(model: Any, *, depths: int = 0) -> None:
+    """Reject features that are known to be unsupported; `with_our_attention` measures the rest.
+
+    ``depths`` is the number of layers for multi-token prediction that the policy adds.
+    """
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
     refused = [f"attn_logit_softcapping = {cap}"] if cap else []
     known = ("full_attention", "sliding_attention")
     refused += [
         f"{name} = {layers}, layers that predict several tokens and are not part of the model's forward"
-        for name in _PREDICTION_LAYERS
-        if (layers := getattr(config, name, None))
+        for name in PREDICTION_COUNTS
+        if (layers := getattr(config, name, None)) and not depths
     ]
     refused += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
     # These derive their frequencies from the longest position, which differs by rank and by packing.
@@ -55,8 +58,8 @@ def refuse_unknown(model: Any) -> None:
             found=", ".join(dict.fromkeys(refused)),
             rule="causal attention, full or with a sliding window; rotary angles from a token's own position; one "
             "prediction of each token",
-            fix="use a model without these; to train without layers for multi-token prediction, set their number in "
-            "config.json to 0",
+            fix="use a model without these; train layers for multi-token prediction with prediction.depths, or set "
+            "their number in config.json to 0",
         )
 
 

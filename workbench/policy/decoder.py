@@ -62,8 +62,8 @@ def _refuse_incomplete(source: str, folder: Path) -> None:
         raise SpecError(
             f"load model.source = {source!r}",
             found="an adapter (adapter_config.json), such as LoRA's",
-            rule="a checkpoint of the whole model: adapters have no layouts here",
-            fix="merge it into its base and save that: PeftModel.merge_and_unload().save_pretrained(folder)",
+            rule="a checkpoint of the whole model; an adapter is the source of lora, and its base that of the model",
+            fix=f"model.source: its base (base_model_name_or_path in that file), and lora.source: {source}",
         )
     if folder.is_dir() and not (folder / "config.json").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
@@ -244,11 +244,12 @@ def published_qwen3(
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"num_key_value_heads": 8} | QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    sizes = {"num_key_value_heads": 8, "head_dim": 128} | QWEN3[name]
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     of_experts = "num_experts" in sizes
     config = (Qwen3MoeConfig if of_experts else Qwen3Config)(
         vocab_size=151936,
-        head_dim=128,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         attention_dropout=0.0,

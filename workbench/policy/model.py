@@ -17,14 +17,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
+from workbench.policy.adapters import load_adapters
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
 from workbench.policy.compute_copies import compute_copies, use_module_dtypes
-from workbench.policy.decoder import head_of, load_decoder
+from workbench.policy.decoder import TINY, head_of, load_decoder
 from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
+from workbench.policy.logprobs.head import upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
+from workbench.policy.lora import Lora, head_operands, head_weight
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.prediction import Prediction, add_prediction
 from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.stages import Stages, split_stages
@@ -32,7 +36,9 @@ from workbench.policy.tensor_plan import shard_decoder, shard_experts
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
+from workbench.sharding.sequence_parallel import Stream
 from workbench.sharding.tensor_parallel import ParameterShard, shard_range
+from workbench.specs.lora import LoraSpec
 from workbench.specs.precision import PRESETS, Dtypes
 
 DTYPES = {
@@ -77,6 +83,8 @@ class Policy:
         shapes: of every parameter, whole; with pipeline stages, those of all stages.
         stages: the pipeline stages, and which of them this rank has; None: the rank has the whole decoder.
         routers: of a mixture of experts whose routes are noted or replayed; None: they are not.
+        prediction: layers that predict further tokens; None: there are none.
+        lora: its adapters, the only parameters that are trained; None: all are.
     """
 
     model: Any
@@ -95,6 +103,8 @@ class Policy:
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     stages: Stages | None = None
     routers: Routers | None = None
+    prediction: Prediction | None = None
+    lora: Lora | None = None
     _computes: bool = field(default=False, init=False)
 
     @property
@@ -165,6 +175,23 @@ class Policy:
             )
         inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
         return self._forward(inputs, positions_T, shard, routes).last_hidden_state[0]
+
+    def predicted_hidden_states(
+        self,
+        hidden_TD: Tensor,
+        tokens_TK: Tensor,
+        positions_T: Tensor,
+        shard: AttentionShard,
+        *,
+        detach: str = "nothing",
+    ) -> Iterator[Tensor]:
+        """Hidden states [t, D] of each depth of `prediction`, in order, from the last ones of this rank's tokens.
+
+        ``tokens_TK`` and ``detach``: see `policy.prediction.Prediction.hidden_states`.
+        """
+        assert self.prediction is not None, "of a policy that was loaded for it"
+        inputs = {"position_ids": positions_T[None], "shard": shard}
+        return self.prediction.hidden_states(hidden_TD, tokens_TK, detach=detach, **inputs)
 
     def stage_output(
         self,
@@ -239,11 +266,13 @@ class Policy:
         active_T: Tensor | None = None,
         support: TruncatedSupport | None = None,
         outputs: Iterable[str] = ("entropy", "logsumexp"),
+        head: Mapping[str, Any] | None = None,
     ) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
-        Arguments as in `logprobs.token_logprobs`. ``temperature_T`` divides each token's logits (1 under the mask), for
-        rollouts sampled at several temperatures; None: the policy's temperature for all.
+        ``head`` is in place of `head_arguments`. Other arguments as in `logprobs.token_logprobs`. ``temperature_T``
+        divides each token's logits (1 under the mask), for rollouts sampled at several temperatures; None: the policy's
+        temperature for all.
 
         Shapes: hidden_TD [t, D], the others [t] -> [t] each.
         Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.
@@ -257,18 +286,31 @@ class Policy:
                 )
             return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, outputs=outputs)
         return token_logprobs(
-            hidden_TD,
+            self.head_input(hidden_TD),
             targets_T=targets_T,
             implementation=self.implementation,
             temperature=self.temperature if temperature_T is None else temperature_T,
             active_T=active_T,
             support=support,
             outputs=outputs,
-            **self.head_arguments(),
+            **(self.head_arguments() if head is None else head),
         )
 
+    def head_input(self, hidden_TD: Tensor) -> Tensor:
+        """Hidden states as `head_arguments` takes them: with columns for the adapter of the head, if it has one.
+
+        Shapes: [t, D] -> [t, D], or [t, D + r].
+        """
+        if self.lora is None or self.lora.head is None:
+            return hidden_TD
+        wide_TD = upcast(hidden_TD) if self.fp32_head else hidden_TD
+        return head_operands(self.model.get_output_embeddings(), self.lora.spec.scale, wide_TD)
+
     def head_arguments(self) -> dict[str, Any]:
-        """Output head of this rank and its settings, as arguments of `logprobs.token_logprobs`."""
+        """Output head of this rank and its settings, as arguments of `logprobs.token_logprobs`.
+
+        With an adapter its weight has columns for it, and takes `head_input`.
+        """
         axis, head = self.mesh["tp"], head_of(self.model)
         if data_parallel.is_shard(head["weight_VD"]):
             raise ShardingError(
@@ -278,6 +320,8 @@ class Policy:
                 fix="call hidden_states before, and backward after",
             )
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
+        if self.lora is not None and self.lora.head is not None:
+            head["weight_VD"] = head_weight(self.model.get_output_embeddings())
         return {
             **head,
             "axis": axis,
@@ -310,6 +354,8 @@ def load_policy(
     stages_per_rank: int = 1,
     stage_layers: Sequence[int] = (),
     routing: bool = False,
+    depths: int = 0,
+    lora: LoraSpec | None = None,
 ) -> Policy:
     """Load a decoder, register the workbench's attention, and shard it for this rank.
 
@@ -336,6 +382,8 @@ def load_policy(
         stages_per_rank: pipeline stages of each rank of the axis pp.
         stage_layers: layers of each stage; (): equal runs.
         routing: prepare the routers of a mixture of experts to note and to replay routes; see `policy.routers`.
+        depths: layers to add that predict further tokens; see `policy.prediction`.
+        lora: adapters, which alone are trained; None, or settings without a rank and a source: none.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that does not support this layout.
@@ -347,8 +395,9 @@ def load_policy(
     dtype = torch.promote_types(compute, torch.float32) if fp32_head else compute
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
-    refuse_unknown(model)
+    refuse_unknown(model, depths=depths)
     model = with_our_attention(model)
+    places = add_prediction(model, depths, seed=seed, from_checkpoint=source not in TINY) if depths else None
     model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
     if dtypes.compute == "float64":
         expected = probe_logits(model, "float32")
@@ -360,6 +409,9 @@ def load_policy(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     shards = shard_experts(model, mesh, shards)
+    adapters = None
+    if lora is not None and lora.on:
+        adapters, shards, shapes = load_adapters(model, mesh, shards, lora, shapes=shapes, project=project)
     model = use_kernels(model, kernels or {})  # after the check of the shards on the host, where Triton does not run
     # Inside of other dtypes for routers, whose logits are noted before they are cast back.
     share = (mesh["tp"].rank, mesh["tp"].size) if sequence_parallel else (0, 1)
@@ -402,6 +454,8 @@ def load_policy(
         shapes=shapes,
         stages=stages,
         routers=routers,
+        prediction=places and Prediction(model, *places, Stream(mesh["tp"], sharded=sequence_parallel)),
+        lora=adapters,
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SpecError
 from workbench.policy.precision import ROUTERS, SIGMOID_ROUTERS
+from workbench.policy.tensor_plan import PREDICTION
 
 NO_ROUTE = -1
 """Expert of a token whose route is not known: the router's own choice is taken."""
@@ -116,7 +117,12 @@ def install_routers(model: Any, *, share: tuple[int, int] = (0, 1)) -> Routers:
     Raises:
         SpecError: no router, routers of an unknown kind or of several sizes.
     """
-    named = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Router")}
+    named = {
+        name: module
+        for name, module in model.named_modules()
+        # The layers of a prediction choose by themselves: recorded routes are those of the decoder's own mixtures.
+        if type(module).__name__.endswith("Router") and PREDICTION not in name.split(".")
+    }
     sizes = {(module.num_experts, module.top_k) for module in named.values() if _family(module)}
     if len(sizes) != 1:
         raise SpecError(

@@ -1,9 +1,9 @@
 """Pipeline stages of a decoder: runs of its layers, of which a rank has some, under the names of the whole model.
 
-The first stage has the embedding, the last one the norm and the head; each runs the decoder's own forward, in which the
-layers of other stages are skipped and its input takes the place of the embedding. A head that is tied to the embedding
-is a parameter of both ends. The stages of every model are measured: one after another, they must give the hidden states
-of the whole decoder.
+The first stage has the embedding, the last one the norm, the head and layers that predict further tokens; each
+runs the decoder's own forward, in which the layers of other stages are skipped and its input takes the place of the
+embedding. An embedding that is the head too, or that those layers read, is a parameter of both ends. The stages of
+every model are measured: one after another, they must give the hidden states of the whole decoder.
 
 Letters: t tokens of this rank | D model dimension.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SpecError
 from workbench.policy.precision import cast
-from workbench.policy.tensor_plan import check_sharded, probe_hidden_states
+from workbench.policy.tensor_plan import PREDICTION, check_sharded, probe_hidden_states
 from workbench.sharding.divisibility import check_stages
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import Action, schedule
@@ -84,22 +84,30 @@ class Stages:
     @contextlib.contextmanager
     def _only(self, stage: int) -> Iterator[None]:
         """Hide the modules of other stages from the decoder's forward; they stay registered."""
-        own, shown = self.layers[stage], vars(self.base)
-        layers = getattr(self.base, self.list_name)
+        own, layers = self.layers[stage], getattr(self.base, self.list_name)
         hidden: dict[str, Any] = {
-            self.list_name: [layer if number in own else _skip for number, layer in enumerate(layers)]
+            self.list_name: [layer if number in own else skip for number, layer in enumerate(layers)]
         }
         if stage != self.last:
-            hidden |= dict.fromkeys(self.tail, _skip)
-        shown |= hidden
-        try:
+            hidden |= dict.fromkeys(self.tail, skip)
+        with instead(self.base, hidden):
             yield
-        finally:
-            for name in hidden:
-                del shown[name]
 
 
-def _skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+@contextlib.contextmanager
+def instead(base: Any, shown: Mapping[str, Any]) -> Iterator[None]:
+    """Show other modules to a decoder's forward, by attribute; its own ones stay registered."""
+    own = vars(base)
+    own |= shown
+    try:
+        yield
+    finally:
+        for name in shown:
+            del own[name]
+
+
+def skip(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand for a module that a forward skips: its output is its input."""
     return hidden
 
 
@@ -137,7 +145,7 @@ def split_stages(
     if axis.size == 1:
         return None, dict(shards)
     base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
-    list_name, tail = _anatomy(model)
+    list_name, tail = anatomy(model)
     layers = getattr(base, list_name)
     count = axis.size * stages_per_rank
     check_stages(len(layers), axis.size, stages_per_rank, stage_layers)
@@ -155,9 +163,10 @@ def split_stages(
     keeps = {number for stage in own for number in runs[stage]}
     names = {id(module): name for name, module in model.named_modules()}
     absent = [layer for number, layer in enumerate(layers) if number not in keeps]
-    absent += [] if first or (last and tied) else [embedding]
+    both = tied or hasattr(base, PREDICTION)  # these layers, on the last stage, read embeddings
+    absent += [] if first or (last and both) else [embedding]
     absent += [] if last else [head, *(getattr(base, name) for name in tail)]
-    shared = next(name for name, value in model.named_parameters() if value is embedding.weight) if tied else ""
+    shared = next(name for name, value in model.named_parameters() if value is embedding.weight) if both else ""
     for module in absent:
         model.set_submodule(names[id(module)], Elsewhere())
     kept = {name: shards[name] for name, _ in model.named_parameters()}
@@ -166,7 +175,7 @@ def split_stages(
     return stages, kept
 
 
-def _anatomy(model: Any) -> tuple[str, tuple[str, ...]]:
+def anatomy(model: Any) -> tuple[str, tuple[str, ...]]:
     """Attribute of the list of decoder layers, and those of the modules with parameters behind it."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

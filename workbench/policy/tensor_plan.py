@@ -34,6 +34,9 @@ _STYLES = {
 NAMES = {name: style for style, names in _STYLES.items() for name in names.split()}
 """Names of linear layers in decoders, and their sharding styles."""
 
+PREDICTION, PREDICTION_LAYER = "prediction", "mtp_block"
+"""Attribute of a decoder that holds the layers of `policy.prediction`, and that of each for its decoder layer."""
+
 _COUNTS = ("num_heads", "num_key_value_heads", "split_size")
 """Sizes that a block may cache as attributes; if our plan shards the block, they are divided by tp."""
 
@@ -50,6 +53,10 @@ def tensor_plan(model: Any) -> dict[str, str]:
     config, prefix = model.config.get_text_config(), model.base_model_prefix
     if own_plan := getattr(config, "base_model_tp_plan", None):
         names = [name for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
+        own_plan = own_plan | {
+            pattern.replace("layers.*.", f"{PREDICTION}.*.{PREDICTION_LAYER}.", 1): style
+            for pattern, style in own_plan.items()
+        }
         return {
             f"{prefix}.{pattern}": style
             for pattern, style in own_plan.items()
@@ -65,7 +72,7 @@ def plan_by_names(model: nn.Module, prefix: str, model_type: str) -> dict[str, s
         SpecError: linear layers with unknown names.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
-    inside = [name for name in linear if name.startswith(prefix)]
+    inside = [name for name in linear if name.startswith(prefix) and not name.endswith(".eh_proj")]
     if unknown := sorted({name.rpartition(".")[2] for name in inside} - NAMES.keys()):
         raise SpecError(
             f"tensor parallelism of model type {model_type!r}",

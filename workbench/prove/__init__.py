@@ -48,7 +48,8 @@ def prove(
     Args:
         loss: one of
             a preset's name, a `LossSpec`, or settings of one;
-            a `RunSpec`: its loss, its advantages, its temperature, and the faults that it plants;
+            a `RunSpec`: its loss, its advantages, its temperature, adapters if it trains them, and the faults that it
+            plants;
             a function from `LossInputs` to terms, as for `workbench.train.step.run_step`;
             with ``engine``, a trainer's ``microbatch_loss(batch, outputs, totals)``, which does its own division (see
             `workbench.prove.subject`).
@@ -255,5 +256,6 @@ def _four_tokens() -> LossInputs:
         entropy_T=values_T.abs(),
         logsumexp_T=values_T.abs(),
         mean_squared_logit_T=values_T.square(),
+        mean_logit_T=values_T,
         rewards_T=values_T.abs(),
     )

@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from workbench.compare.distances import SAME, meaning
 from workbench.faults import planted
 from workbench.policy.model import Policy, load_policy
+from workbench.policy.routers import Routes
 from workbench.prove.documents import Document, to_batch
 from workbench.prove.subject import Subject
-from workbench.sharding.mesh import Mesh
+from workbench.rollouts.batch import RolloutBatch
+from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec
+from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec, RoutingSpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.routes import NOTED, StepRoutes, with_routes
+from workbench.train.rows import LocalRow
 from workbench.train.step import StepResult
 
 TIMEOUT_S = 60.0
@@ -44,6 +51,7 @@ class Arrangement:
             those of the second, ...
         pp, schedule, stages_per_rank: stages of the layers, which the micro-batches pass in the order of a schedule.
         mixture: True for a decoder with experts; ep ranks share them.
+        replay: True if its routers replay what they choose for these documents on one rank, in one row.
         order: token order, which deals a row's tokens to cp ranks.
         attention: exchange of keys and values between cp ranks.
         sequence_parallel: True if tp ranks shard tokens between tensor-parallel layers.
@@ -62,6 +70,7 @@ class Arrangement:
     stages_per_rank: int = 1
     ep: int = 1
     mixture: bool = False
+    replay: bool = False
     order: str = "contiguous"
     attention: str = "gathered"
     sequence_parallel: bool = False
@@ -98,8 +107,10 @@ class Arrangement:
             model=ModelSpec(source="tiny-qwen3-moe" if self.mixture else "tiny-qwen3"),
             layout=self.layout,
             policy=PolicySpec(temperature=base.policy.temperature, **head),
+            lora=_everywhere(base.lora, mixture=self.mixture),
             precision="float64",
             faults=base.faults,
+            routing=RoutingSpec(replay="recorded" if self.replay else "none"),
             data=DataSpec(
                 advantages=base.data.advantages, keep_groups=base.data.keep_groups, multiple_of=self.multiple_of
             ),
@@ -108,6 +119,7 @@ class Arrangement:
     def __str__(self) -> str:
         """Short description."""
         parts = [str(self.layout), *(["a mixture of experts"] if self.mixture else [])]
+        parts += ["replayed routes"] if self.replay else []
         parts += [*([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])]
         if len(self.rows) > 1 or self.rows[0] != tuple(range(len(self.documents))):
             parts.append("documents " + " | ".join(" ".join(map(str, row)) or "none" for row in self.rows))
@@ -152,13 +164,19 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
     """Take the step on every rank of an arrangement. An exception of a rank is part of the outcome."""
     spec = arrangement.spec(subject.run_spec)
     batch = to_batch(arrangement.documents)
+    if arrangement.replay:
+        batch = with_routes(batch, _own_routes(batch, spec))
     chosen: Any = replace(subject, run_spec=spec)  # type: ignore[type-var]
     idle = []
 
     def rank(mesh: Mesh) -> StepResult:
         rows, totals = flow.prepare_rows(batch, spec, mesh, arrangement.rows)
         idle.append(any(not bool(local.row.loss_mask_T.any()) for local in rows))
-        return chosen.step(_policy(mesh, spec), rows, totals)
+        policy = _policy(mesh, spec)
+        if arrangement.replay:
+            routes = StepRoutes(policy, rows, spec.routing, totals)
+            rows = [_Replayed(**vars(local), begin=partial(routes.begin, at)) for at, local in enumerate(rows)]
+        return chosen.step(policy, rows, totals)
 
     try:
         with planted(spec.faults):
@@ -168,6 +186,51 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
         return Outcome(idle=any(idle), error=error)
     terms = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items() if name != "total"}
     return Outcome(float(result.loss["total"]), result.gradients, {**terms, **result.metrics}, any(idle))
+
+
+@dataclass(frozen=True)
+class _Replayed(LocalRow):
+    """A row whose routers replay its routes, whatever step passes it."""
+
+    begin: Callable[[], Routes] | None = None
+
+    def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
+        """[t, D] hidden states of this rank's tokens."""
+        assert self.begin is not None, "every replayed row has its routes"
+        return super().hidden_states(policy, self.begin())
+
+
+def _own_routes(batch: RolloutBatch, spec: RunSpec) -> Tensor:
+    """[S, L, k] experts that the routers choose on one rank, in one row."""
+    alone = spec.model_copy(update={"layout": LayoutSpec(), "routing": NOTED, "data": DataSpec()})
+    mesh = single_process_mesh()
+    [local], totals = flow.prepare_rows(batch, alone, mesh, [range(batch.num_documents)])
+    policy = _copy(0, spec.model.source, spec.lora, routing=True)
+    taken = StepRoutes(policy, [local], NOTED, totals)
+    routes = taken.begin(0)
+    with torch.no_grad():
+        local.hidden_states(policy, routes)
+    taken.finish(0, routes)
+    routes_SLk = taken.in_source_order(batch.num_tokens)
+    assert routes_SLk is not None, "they are recorded"
+    return routes_SLk
+
+
+def _everywhere(lora: LoraSpec, *, mixture: bool) -> LoraSpec:
+    """Adapters on every layer, the head and the experts of the decoder of proofs, if the run trains adapters.
+
+    With its rank and scale (of a source, a rank of 2); B is random, as no gradient reaches A where B is 0.
+    """
+    if not lora.on:
+        return LoraSpec()
+    return LoraSpec(
+        r=lora.r or 2,
+        lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
+        target_modules=".*(_proj|lm_head)",
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") if mixture else (),
+        init_lora_weights="random",
+    )
 
 
 def one_rank_policy() -> Policy:
@@ -194,16 +257,18 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             sequence_parallel=layout.sequence_parallel,
             pipeline_schedule=layout.pipeline_schedule,
             stages_per_rank=layout.stages_per_rank,
+            routing=spec.routing.on,
+            lora=spec.lora,
             **head,
         )
-    whole = _copy(mesh["dp_cp"].rank, source)
+    whole = _copy(mesh["dp_cp"].rank, source, spec.lora, routing=spec.routing.on)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
-def _copy(number: int, source: str = "tiny-qwen3") -> Policy:
-    return load_policy(source, precision="float64")
+def _copy(number: int, source: str = "tiny-qwen3", lora: LoraSpec | None = None, *, routing: bool = False) -> Policy:
+    return load_policy(source, precision="float64", lora=lora, routing=routing)
 
 
 GRADIENT_BAR = 1e-10

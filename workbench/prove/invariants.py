@@ -226,6 +226,18 @@ def _expert_degree(case: Case) -> Pair | None:
     return plain, replace(plain, ep=case["ep"])
 
 
+@_invariant("routers may replay the routes that they choose themselves", ranks=(1, 2), cp=(0, 1))
+def _routes(case: Case) -> Pair | None:
+    if case["cp"]:
+        plain = replace(straddling(case, case["ranks"], case["ranks"]), cp=case["ranks"], mixture=True)
+        return plain, replace(plain, ep=case["ranks"], replay=True)
+    rows = dealt(case, case["ranks"])
+    if rows is None:
+        return None
+    plain = Arrangement(case.documents, rows, dp=case["ranks"], mixture=True)
+    return plain, replace(plain, ep=case["ranks"], replay=True)
+
+
 @_invariant("the head may take the tokens of a row a few at a time", chunk_tokens=(1, 2, 3, 7, 16), fused=(0, 1))
 def _head_chunking(case: Case) -> Pair | None:
     changed = one_row(case.documents, chunk_tokens=case["chunk_tokens"], fused=bool(case["fused"]))

@@ -32,22 +32,24 @@ Fingerprint = tuple[int, int, int, int, int]
 
 
 class Inputs:
-    """Arguments of a model's calls since the last step; ``positions`` are those of the last call."""
+    """Arguments of a model's calls since the last step; ``positions`` and ``ids`` are those of the last call."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.calls, self._names = 0, names
         self._seen: dict[str, list[tuple[int, int, Tensor]]] = {}
         self.positions: Tensor | None = None
+        self.ids: Tensor | None = None
 
     def see(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Add a call; without a gradient it is none of training."""
         if not torch.is_grad_enabled():
             return
         self.calls += 1
-        self.positions = None
+        self.positions = self.ids = None
         positional = itertools.zip_longest(self._names[: len(arguments)], arguments)
         for role, value in _by_role([*positional, *named.items()]):
             self.positions = value if role == "positions" else self.positions
+            self.ids = value if role == "ids" else self.ids
             rows = value.reshape(-1, value.shape[-1]) if value.dim() > 1 else value.reshape(1, -1)
             self._seen.setdefault(role, []).append((value.numel(), len(rows), _sums(rows)))
 

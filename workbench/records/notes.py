@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.errors import RecordError, ShapeError
+from workbench.errors import RecordError, ShapeError, nearest_names
 from workbench.records import trainer_files as files
 from workbench.records.observed import dtype_name
 from workbench.sharding.collectives import all_gather
@@ -105,7 +104,7 @@ class Notes:
 def check_names(names: Iterable[str]) -> None:
     """Refuse per-token values of other names than `trainer_files.TOKENS` with a ShapeError: nothing would read them."""
     for unknown in sorted(set(names) - files.TOKENS.keys()):
-        near = difflib.get_close_matches(unknown, files.TOKENS)
+        near = nearest_names(unknown, files.TOKENS)
         raise ShapeError(
             f"per-token values {unknown!r}",
             found=f"{unknown!r}, which diagnose does not read",

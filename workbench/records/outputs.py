@@ -7,8 +7,13 @@ needed. Like every other evidence it explains numbers that differ, and is no dif
 
     observed["outputs"]  rows         one list a call, of one `ROW` for each row of its batch in which anything trains
                          every        1, or n if only each n-th prediction was read, see `MOST`
-                         likelihoods  share of the trained predictions whose gradient has that form
+                         likelihoods  share of the trained predictions whose gradient has that form, or next to it an
+                                      entropy's
                          slope        median of 1 / T over them; null if there are none
+                         bonus        median coefficient of an entropy in the others, where its gradient explains what
+                                      a likelihood's leaves; null if there are none
+                         after        clear targets, and those among them that are the id of the prediction itself, the
+                                      next, and the one after: of a shift too few, right, and one too many
                          values       of a second output with one number a prediction, a critic's: `VALUES`
 
 Letters: B rows | T predictions of a row | V vocabulary.
@@ -26,9 +31,10 @@ from torch import Tensor
 from workbench.records.inputs import mixed
 from workbench.sharding.data_parallel import is_shard
 
-ROW = ("trained", "positive", "places", "targets", "weight", "size", "square", "logprob", "entropy")
+ROW = ("trained", "positive", "places", "targets", "weight", "size", "square", "logprob", "entropy", "clear")
 """Of a row: trained predictions; those with a positive weight; sums of mixed places and targets, as 16 digits; sums of
-weights, of their absolute values and squares, of log-probabilities and entropies (T = 1)."""
+weights, of their absolute values and squares, of log-probabilities and entropies (T = 1); predictions whose gradient is
+a likelihood's, so that their targets are what they seem."""
 VALUES = ("trained", "value", "gradient", "size")
 """Of a critic's numbers: those with a gradient, their sum, and the sums of gradients and of their absolute values."""
 MOST = 2**24
@@ -40,7 +46,9 @@ VOCABULARY = 8
 ONE_SIDED = 0.98
 """Share of a gradient's other elements that have the sign opposite to the target's: in bfloat16 each is right to 2^-9,
 and an entropy bonus or a penalty of the size of a hundredth of the weight turns none."""
-_INTEGERS, _FLOATS = 4, 5
+LARGEST = 3
+"""Elements of a gradient among which a target next to an entropy is looked for: of a likelihood it is the first."""
+_INTEGERS, _FLOATS = 5, 5
 
 
 class Outputs:
@@ -51,8 +59,8 @@ class Outputs:
         self._values: list[Tensor] = []
         self._every = 1
 
-    def see(self, output: Any, positions: Tensor | None = None) -> None:
-        """Add the output of a call; without a gradient it is none of training.
+    def see(self, output: Any, positions: Tensor | None = None, ids: Tensor | None = None) -> None:
+        """Add the output of a call for these vocabulary ids; without a gradient it is none of training.
 
         Where ``positions``, [B, T] or [T], that the model was given begin anew, so does a row of the evidence.
         """
@@ -66,7 +74,7 @@ class Outputs:
         every = max(1, math.ceil(flat.numel() / MOST))
         self._every = max(self._every, every)
         kept = flat[::every].clone()
-        rows = _rows_of(logits, positions)
+        rows, after = _rows_of(logits, positions), _after(logits, ids)[:, ::every]
         reached: list[bool] = []
 
         def back(gradient: Tensor) -> None:
@@ -74,7 +82,7 @@ class Outputs:
                 self._calls[at] = None
                 return
             reached.append(True)
-            self._calls[at] = _of_call(kept, gradient.reshape(-1, wide)[::every], rows[:, ::every])
+            self._calls[at] = _of_call(kept, gradient.reshape(-1, wide)[::every], rows[:, ::every], after)
 
         logits.register_hook(back)
         if values is not None:
@@ -87,13 +95,15 @@ class Outputs:
             return {}
         calls = [call for call in self._calls if call is not None]
         slopes = torch.cat([call["slopes"] for call in calls])
+        bonuses = torch.cat([call["bonuses"] for call in calls])
         trained = sum(int(call["integers"][:, 0].sum()) for call in calls)
         rows = [
             _rows(call, together=sum(int((each["integers"][:, 0] > 0).sum()) for each in calls) > MOST_ROWS)
             for call in calls
         ]
         seen: dict[str, Any] = {"rows": rows, "every": self._every, "likelihoods": len(slopes) / max(trained, 1)}
-        seen["slope"] = float(slopes.median()) if len(slopes) else None
+        seen["slope"], seen["bonus"] = (float(each.median()) if len(each) else None for each in (slopes, bonuses))
+        seen["after"] = torch.stack([call["after"] for call in calls]).sum(0).tolist()
         if self._values:
             seen["values"] = torch.stack(self._values).sum(0).tolist()
         return seen
@@ -105,13 +115,15 @@ def of_all_ranks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     trained = [sum(row[0] for call in rank["rows"] for row in call) for rank in by_rank]
     share = sum(rank["likelihoods"] * number for rank, number in zip(by_rank, trained, strict=True))
-    slopes = sorted(rank["slope"] for rank in by_rank if rank["slope"] is not None)
+    slopes, bonuses = (sorted(rank[name] for rank in by_rank if rank[name] is not None) for name in ("slope", "bonus"))
     seen = {
         "rows": [call for rank in by_rank for call in rank["rows"]],
         "every": max(rank["every"] for rank in by_rank),
         "likelihoods": share / max(sum(trained), 1),
         "slope": slopes[len(slopes) // 2] if slopes else None,
+        "bonus": bonuses[len(bonuses) // 2] if bonuses else None,
     }
+    seen["after"] = [sum(column) for column in zip(*(rank["after"] for rank in by_rank), strict=True)]
     values = [rank["values"] for rank in by_rank if "values" in rank]
     return seen | ({"values": [math.fsum(column) for column in zip(*values, strict=True)]} if values else {})
 
@@ -157,13 +169,22 @@ def _rows_of(logits: Tensor, positions: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def _after(logits: Tensor, ids: Tensor | None) -> Tensor:
+    """[3, predictions] the vocabulary id at the place of each prediction, the next one, and the one after; -1: none."""
+    if ids is None or ids.shape[-1] != logits.shape[-2] or ids.numel() != logits.shape[:-1].numel():
+        return torch.full((3, logits.shape[:-1].numel()), -1, device=logits.device)
+    wide = torch.nn.functional.pad(ids.to(logits.device), (0, 2), value=-1)
+    return torch.stack([wide[..., k : k + ids.shape[-1]].reshape(-1) for k in range(3)])
+
+
+@torch.no_grad()
+def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor, after: Tensor) -> dict[str, Tensor]:
     """Sums over each row, [B, `_INTEGERS`] and [B, `_FLOATS`], and the slopes of single predictions.
 
-    ``rows``, [2, predictions], are the row of each, and its place in the row.
+    ``rows``, [2, predictions], are the row of each, and its place in the row; ``after``, [3, predictions], of `_after`.
     """
     there = gradient.ne(0).any(1)
-    row, place = rows[:, there]
+    (row, place), after = rows[:, there], after[:, there]
     logits, gradient = logits[there].float(), gradient[there].float()
     target = gradient.abs().argmax(1, keepdim=True)
     of_target = gradient.gather(1, target)[:, 0]
@@ -176,16 +197,49 @@ def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor) -> dict[str, Tensor
     scaled = logprobs * torch.where(alike, slopes, torch.ones_like(slopes)).nan_to_num(1.0)[:, None]
     left = -torch.expm1(scaled.gather(1, target)[:, 0] - scaled.logsumexp(1))
     weight = -(of_target / left.clamp_min(1e-6)).double()
+    bonuses = torch.zeros(0, device=row.device)
+    clear, slopes = alike.clone(), torch.where(alike, slopes, torch.nan)
+    if bool((~alike).any()) and len(_beside_entropy(logprobs[~alike], gradient[~alike])[1]):
+        explained, bonuses, (own_target, own_weight, own_clear) = _beside_entropy(logprobs, gradient)
+        target[explained, 0], weight[explained], clear[explained] = own_target, own_weight, own_clear
+        slopes = torch.where(explained, torch.ones_like(slopes), slopes)
     of_token = logprobs.gather(1, target)[:, 0].double()
     entropy = -(logprobs.exp() * logprobs).sum(1).double()
     one, number = torch.ones_like(place), rows.shape[1]
-    integers = torch.stack([one, (weight > 0).long(), mixed(place), mixed(target[:, 0])], 1)
+    integers = torch.stack([one, (weight > 0).long(), mixed(place), mixed(target[:, 0]), clear.long()], 1)
     floats = torch.stack([weight, weight.abs(), weight.square(), of_token, entropy], 1)
     return {
         "integers": torch.zeros(number, _INTEGERS, dtype=torch.int64, device=row.device).index_add_(0, row, integers),
         "floats": torch.zeros(number, _FLOATS, dtype=torch.float64, device=row.device).index_add_(0, row, floats),
-        "slopes": slopes[alike & slopes.isfinite()],
+        "slopes": slopes[slopes.isfinite()],
+        "bonuses": bonuses,
+        "after": torch.cat([clear.sum()[None], ((target[:, 0] == after) & clear).sum(1)]),
     }
+
+
+def _beside_entropy(logprobs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Predictions whose gradient is a likelihood's and an entropy's: which, the entropy's coefficients, and the rest.
+
+    The rest: [R] targets, weights, and where a weight is large enough for its target to be clear.
+
+    The gradient of c log p_y + e H is c (p - onehot(y)) + e p (log p + H), up to the sign: of v other than y linear in
+    c and e, which least squares find; y is the element that they leave largest. It is first looked for without the
+    `LARGEST` elements, one of which it mostly is, and then again without itself.
+    """
+    p = logprobs.exp()
+    of_entropy = p * (logprobs - (p * logprobs).sum(1, keepdim=True))
+    whole, target = gradient.abs().sum(1), gradient.abs().topk(LARGEST).indices
+    for _ in range(3):
+        a, b, g = (each.scatter(1, target, 0.0).double() for each in (p, of_entropy, gradient))
+        aa, ab, bb, ag, bg = (a * a).sum(1), (a * b).sum(1), (b * b).sum(1), (a * g).sum(1), (b * g).sum(1)
+        size = (aa * bb - ab * ab).clamp_min(torch.finfo(torch.float32).tiny)
+        c, e = (ag * bb - bg * ab) / size, (bg * aa - ag * ab) / size
+        left = gradient - c[:, None] * p - e[:, None] * of_entropy
+        used, target = target, left.abs().argmax(1, keepdim=True)
+    of_target, bar = left.gather(1, used)[:, 0], (1 - ONE_SIDED) * whole
+    explained = (left.abs().sum(1) - of_target.abs() <= bar) & ((of_target + c).abs() <= bar)
+    rest = (used[explained, 0], c[explained], (c.abs() > bar)[explained])
+    return explained, e[explained].float(), rest
 
 
 def _slopes(logits: Tensor, gradient: Tensor, target: Tensor) -> Tensor:
@@ -212,6 +266,6 @@ def _rows(call: Mapping[str, Tensor], *, together: bool) -> list[list[Any]]:
     if together:
         integers, floats = integers.sum(0, keepdim=True), floats.sum(0, keepdim=True)
     return [
-        [trained, positive, f"{places % 2**64:016x}", f"{targets % 2**64:016x}", *sums]
-        for (trained, positive, places, targets), sums in zip(integers.tolist(), floats.tolist(), strict=True)
+        [trained, positive, f"{places % 2**64:016x}", f"{targets % 2**64:016x}", *sums, clear]
+        for (trained, positive, places, targets, clear), sums in zip(integers.tolist(), floats.tolist(), strict=True)
     ]

@@ -316,7 +316,7 @@ class Recorder:
 
     def _see_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            self._outputs.see(output, self._inputs.positions)
+            self._outputs.see(output, self._inputs.positions, self._inputs.ids)
 
     def _see_loss(self, loss: Tensor) -> None:
         """Keep a number that was back-propagated into this model: the loss of a micro-batch, if none is noted."""

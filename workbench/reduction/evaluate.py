@@ -57,6 +57,7 @@ def loss_inputs(
         entropy_T=head_output.entropy_T,
         logsumexp_T=head_output.logsumexp_T,
         mean_squared_logit_T=head_output.mean_squared_logit_T,
+        mean_logit_T=head_output.mean_logit_T,
         frozen_clip_T=frozen_clip_T,
         loss_mask_T=row.loss_mask_T,
         document_ids_T=row.document_ids_T,

@@ -6,7 +6,6 @@ The page is for reading; the notebook is for the next question. Both are built f
 from __future__ import annotations
 
 import contextlib
-import html
 import importlib
 import os
 import subprocess
@@ -17,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from markupsafe import escape
 
 from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison
@@ -106,7 +107,7 @@ def _without_iri_grammar() -> Iterator[None]:
 
 
 def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
-    yield "text", f"# {html.escape(comparison.question or comparison.experiment)}"
+    yield "text", f"# {escape(comparison.question or comparison.experiment)}"
     yield "code", f'import workbench as wb\n\ncomparison = wb.Comparison.load("{file}")'
     yield "code", "wb.show(comparison)"
     online = [("Online: reward and mismatch by step", "wb.report.online.online_curves(comparison)")]

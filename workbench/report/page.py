@@ -26,6 +26,7 @@ from workbench.report.evidence import (
     setting_text,
     share_of_budget,
 )
+from workbench.report.first_ratio import first_ratio_section
 from workbench.report.markup import Markup, breakable, join, style_sheet, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
 from workbench.report.online import CAPTION as ONLINE_CAPTION
@@ -92,6 +93,8 @@ def page(comparison: Comparison) -> str:
     if online_groups(comparison):
         online = join([draw(online_curves), online_table(comparison)])
         sections.append(("Online: reward and mismatch by step", online))
+    if first := first_ratio_section(comparison):
+        sections.append(("Ratio at step 0", first))
     settings = join([differences(comparison), pair() if len(comparison.configurations) > 1 else None])
     sections += [("What differs between configurations", settings), ("Verdicts", _verdicts(comparison))]
     if seed_groups(comparison):

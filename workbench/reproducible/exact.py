@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs, check_outputs, check_targets, logit_divisor
+from workbench.policy.logprobs.head import TokenLogprobs, check_outputs, check_targets, logit_divisor
 from workbench.policy.model import Policy
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks
@@ -23,6 +23,9 @@ from workbench.reproducible.modules import Pieces
 from workbench.reproducible.shards import local_parameters, sum_over_ranks
 from workbench.shapes import check_shapes
 from workbench.sharding.attention import AttentionShard
+
+EXACT_OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit")
+"""Head outputs that `logprobs.from_hidden` gives besides the log-probability, in its order."""
 
 
 @dataclass
@@ -129,11 +132,17 @@ class Exact:
             )
         outputs = frozenset(outputs)
         check_outputs("token_logprobs", outputs, "request only those, in a tuple")
+        if "mean_logit" in outputs:
+            raise SpecError(
+                "token_logprobs: outputs = 'mean_logit' in the reproducible mode",
+                rule=f"this mode sums {', '.join(EXACT_OUTPUTS)} over the vocabulary in its own order, and no other",
+                fix="leave label smoothing out, or compute without workbench.reproducible",
+            )
         if temperature_T is None:
             temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
         divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
         logprobs_T, *others = from_hidden(hidden_TD, targets_T, divisor_T, self.head())
-        named = {f"{name}_T": output_T for name, output_T in zip(OUTPUTS, others, strict=True) if name in outputs}
+        named = {f"{name}_T": output_T for name, output_T in zip(EXACT_OUTPUTS, others, strict=True) if name in outputs}
         return TokenLogprobs(logprobs_T, **named)
 
     @torch.no_grad()

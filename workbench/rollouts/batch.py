@@ -20,6 +20,7 @@ from torch import Tensor
 from workbench.errors import ShapeError, check_kind
 from workbench.rollouts import manifest
 from workbench.rollouts.columns import broken_shapes, columns_of_documents, columns_of_padded
+from workbench.rollouts.sampling import Sampling
 
 PADDING = -1
 """The document id, and the source index, of a padding token."""
@@ -32,7 +33,7 @@ class Extension:
     Its name, the key in the batch's extensions, differs from the batch's own fields.
 
     Attributes:
-        values: [T] for a token field, [N] for a document field; [T, ...] for a token field at the input.
+        values: [T, ...] for a token field, [N] for a document field.
         level: "token" or "document".
         unit: of the value.
         meaning: one sentence.
@@ -87,6 +88,7 @@ class RolloutBatch:
         rewards_N: [N] reward units, finite.
         extensions: further named fields, see `Extension`.
         temperature: divisor of the logits when the tokens were sampled.
+        sampling: truncation of the sampler, and what the log-probabilities are of.
 
     Example:
         >>> batch = RolloutBatch.from_documents([
@@ -109,6 +111,7 @@ class RolloutBatch:
     rewards_N: Tensor | None = _document("reward units", "float")
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     temperature: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         _refuse(broken_shapes(self))
@@ -159,6 +162,7 @@ class RolloutBatch:
             f"RolloutBatch({self.num_documents} documents, {span}; {self.num_tokens} tokens, "
             f"{self.num_trained_tokens} of them trained)\n"
             f"  fields: {', '.join([*self.token_fields(), *self.document_fields()])}"
+            + (f"\n  sampling: {self.sampling}" if self.sampling.changed() else "")
         )
 
     # ---- construction --------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ def broken_shapes(batch: RolloutBatch) -> list[str]:
         kind = known[name].metadata["dtype"]
         if not (value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)):
             broken.append(f"{name} has dtype {value.dtype}, not {kind}")
-    wide = {f"extension {name}" for name, e in batch.extensions.items() if e.level == "token" and e.at == "input"}
+    wide = {f"extension {name}" for name, e in batch.extensions.items() if e.level == "token"}
     for level in ("token", "document"):
         if not broken:  # documents can be counted only in token fields that fit
             expected = batch.tokens_T.numel() if level == "token" else batch.num_documents

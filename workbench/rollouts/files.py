@@ -30,6 +30,7 @@ from workbench.rollouts.manifest import (
     refuse_existing,
     save,
 )
+from workbench.rollouts.sampling import Sampling
 
 __all__ = ["MANIFEST", "MEANINGS", "FieldEntry", "load", "read_manifest", "refuse_existing", "save"]
 
@@ -84,7 +85,8 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
     if unknown:
         raise damaged(folder / MANIFEST, f"fields {unknown}, which no batch has")
     try:
-        batch = RolloutBatch(**own, extensions=extensions, temperature=manifest.temperature)
+        sampling = Sampling() if manifest.sampling is None else manifest.sampling.sampling()
+        batch = RolloutBatch(**own, extensions=extensions, temperature=manifest.temperature, sampling=sampling)
     except (ShapeError, TypeError) as error:
         raise damaged(path, f"not a valid batch: {error}") from None
     counts = Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens)

@@ -9,12 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors import torch as safetensors_torch
 from torch import Tensor
 
 from workbench.atomic import write_whole
 from workbench.errors import RecordError, ShapeError
+from workbench.rollouts.sampling import Quantity, Sampling
 from workbench.specs.mistakes import mistakes
 from workbench.untrusted import parse_json
 
@@ -75,6 +76,28 @@ class Counts(_Model):
     trained_tokens: int
 
 
+class SamplingEntry(_Model):
+    """Truncation of the sampler and quantities of the log-probabilities; see `workbench.rollouts.sampling.Sampling`."""
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    sampler_logprobs: Quantity = "scaled"
+    trainer_logprobs: Quantity = "scaled"
+
+    @model_validator(mode="after")
+    def _check_values(self) -> SamplingEntry:
+        try:
+            self.sampling()
+        except ShapeError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def sampling(self) -> Sampling:
+        """Return the settings."""
+        return Sampling(**self.model_dump())
+
+
 class Manifest(_Model):
     """Contents of `manifest.json`."""
 
@@ -83,6 +106,8 @@ class Manifest(_Model):
     tensors: TensorFile
     temperature: float
     """Divisor of the logits when the tokens were sampled."""
+    sampling: SamplingEntry | None = None
+    """None: the sampler did not truncate, and all log-probabilities are scaled."""
     counts: Counts
     fields: dict[str, FieldEntry]
     provenance: dict[str, Any]
@@ -120,11 +145,14 @@ def save(
         version=1,
         tensors=TensorFile(file=TENSORS, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content)),
         temperature=batch.temperature,
+        sampling=SamplingEntry(**batch.sampling.changed()) if batch.sampling.changed() else None,
         counts=Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens),
         fields=entries,
         provenance=provenance,
     )
-    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    # Without a truncated sampler the file is that of earlier versions, which read it.
+    left_out = {"sampling"} if manifest.sampling is None else set()
+    text = json.dumps(manifest.model_dump(mode="json", exclude=left_out), indent=1, ensure_ascii=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     write_whole(folder / TENSORS, content)

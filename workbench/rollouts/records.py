@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from workbench.errors import RecordError, ShapeError, did_you_mean, listed
 from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import with_support
 
 NAMES: dict[str, str] = {
     "prompt_ids": "prompt_ids",
@@ -34,6 +39,8 @@ NAMES: dict[str, str] = {
     "reward": "rewards",
     "group_ids": "group_ids",
     "group_id": "group_ids",
+    "support_ids": "support_ids",
+    "support_mass": "support_mass",
 }
 """Each accepted key, a trainer's names included -> the argument of `RolloutBatch.from_padded` that it is."""
 
@@ -41,13 +48,20 @@ WHERE_KEYS_ARE = "help(workbench.load_rollouts) and docs/guides/rollouts.md list
 NO_SIGNAL = "give advantages, or rewards and group_ids, from which the run's data.advantages computes them"
 
 _REQUIRED = {"prompt_ids": "prompt_tokens", "completion_ids": "completion_tokens", "old_logprobs": "old_logprobs"}
+_SUPPORTS, _MASSES = "_supports", "_masses"
+"""Keys of a document between `_document` and the batch."""
 _PER_TOKEN = ("old_logprobs", "sampler_logprobs", "ref_logprobs")
 _TEXTS = ("prompt", "completion", "text", "messages", "response")
 """Names under which trainers and hubs keep text; here only token ids are read."""
 
 
 def read_records(
-    what: str, records: Iterable[tuple[str, Any]], *, temperature: float = 1.0, ignore: Sequence[str] = ()
+    what: str,
+    records: Iterable[tuple[str, Any]],
+    *,
+    temperature: float = 1.0,
+    ignore: Sequence[str] = (),
+    sampling: Sampling | None = None,
 ) -> RolloutBatch:
     """Build a batch of records, each with the words that name it in errors; ``what`` names all of them.
 
@@ -80,8 +94,18 @@ def read_records(
         raise unreadable(what, "no record", "one document per record, and at least one")
     for document in documents:
         document.setdefault("advantages", 0.0)  # to be computed by the run, which refuses to take these for recorded
+    supports, masses = ([document.pop(name, None) for document in documents] for name in (_SUPPORTS, _MASSES))
     try:
-        return RolloutBatch.from_documents(documents, temperature=temperature)
+        batch = replace(
+            RolloutBatch.from_documents(documents, temperature=temperature), sampling=sampling or Sampling()
+        )
+        if supports[0] is None:
+            return batch
+        of_tokens = [ids for of_document in supports for ids in of_document]
+        if masses[0] is None:
+            return with_support(batch, of_tokens)
+        mass_T = torch.tensor([mass for of_document in masses for mass in of_document], dtype=torch.float64)
+        return with_support(batch, of_tokens, mass_T=mass_T)
     except ShapeError as error:
         raise unreadable(what, str(error), "records that make a batch") from None
 
@@ -129,6 +153,15 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     for field in _PER_TOKEN:
         if field in values:
             document[field] = zeros + _per_token(where, names[field], values[field], mask)
+    if "support_ids" in values:
+        document[_SUPPORTS] = [[]] * len(prompt) + _supports(where, values["support_ids"], count)
+    if "support_mass" in values:
+        if "support_ids" not in values:
+            raise broken(where, "support_mass", "without support_ids", "a mass is that of a support")
+        masses = _per_token(where, "support_mass", values["support_mass"], mask)
+        document[_MASSES] = [1.0] * len(prompt) + [
+            m if trained else 1.0 for m, trained in zip(masses, mask, strict=True)
+        ]
     if "rewards" in values:
         document["reward"] = _number(where, names["rewards"], values["rewards"])
     if "group_ids" in values:
@@ -136,6 +169,17 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(group, bool) or not isinstance(group, int | str):
             raise broken(where, names["group_ids"], repr(group), "a whole number or a string")
     return document
+
+
+def _supports(where: str, value: Any, count: int) -> list[list[int]]:
+    """One list of ids for each completion token; null and an empty list: the whole vocabulary."""
+    supports = _list(where, "support_ids", value)
+    if len(supports) != count:
+        raise broken(where, "support_ids", f"{len(supports)} lists", f"one for each of {count} completion tokens")
+    return [
+        [] if ids is None else _whole_numbers(f"{where}, completion token {at}", "support_ids", _plain(ids))
+        for at, ids in enumerate(supports)
+    ]
 
 
 def _unknown(where: str, unknown: Sequence[str]) -> RecordError:

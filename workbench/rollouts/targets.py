@@ -21,6 +21,9 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 
 Values = TypeVar("Values", Tensor, Tensor | None)
 
+AHEAD, AHEAD_WEIGHTS = "tokens_ahead", "weights_ahead"
+"""Extensions of a row for K depths of prediction: `tokens_ahead`, [T, K + 1], and the weight of each target, [T, K]."""
+
 
 @dataclass(frozen=True)
 class TrainingRow:
@@ -92,7 +95,10 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
     trained_in_document = torch.bincount(ids_from_0, weights=trained.double(), minlength=1)
 
     def next_token(value: Values, fill: float = 0, where: Tensor = same) -> Values:
-        return value if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
+        if value is None:
+            return value
+        across = where.view(-1, *[1] * (value.dim() - 1))
+        return torch.where(across, value.roll(-1, dims=0), value.new_full((), fill))
 
     return TrainingRow(
         tokens_T=row.tokens_T,
@@ -115,6 +121,29 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
             if e.level == "token"
         },
     )
+
+
+def tokens_ahead(row: TrainingRow, depths: int) -> tuple[Tensor, Tensor]:
+    """Align the further tokens of each document with the position that predicts them, on the whole row.
+
+    Column k of the first result, k = 0 to depths, is the token k + 1 ahead, `PADDING` where the position's document has
+    none; column k - 1 of the second, k = 1 to depths, is True where that token counts. From targets, not by another
+    shift of tokens, so that a document's end ends every depth.
+
+    Shapes:   row of T tokens -> [T, depths + 1] ids and [T, depths] bool.
+    Backward: none; this is data.
+    Source:   targets that were shifted once more: huggingface/transformers#47394, #46898, radixark/miles#2215; across
+              documents or shards: pytorch/torchtitan#4544, NVIDIA-NeMo/Automodel#3544.
+    """
+    places_T = torch.arange(len(row.tokens_T), device=row.tokens_T.device)
+    ids_T, has_target_T = row.document_ids_T, row.source_T != PADDING
+    tokens, counts = [], []
+    for ahead in range(depths + 1):
+        at_T = (places_T + ahead).clamp_max(len(places_T) - 1)
+        same_T = (places_T + ahead < len(places_T)) & (ids_T[at_T] == ids_T) & (ids_T != PADDING)
+        tokens.append(torch.where(same_T & has_target_T[at_T], row.targets_T[at_T], PADDING))
+        counts.append(same_T & row.loss_mask_T[at_T])
+    return torch.stack(tokens, dim=1), torch.stack(counts, dim=1)[:, 1:]
 
 
 def _of_document(values_N: Tensor | None, document_ids_T: Tensor, *, fill: float) -> Tensor | None:

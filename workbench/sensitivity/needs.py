@@ -63,7 +63,12 @@ PIECES = Need(
     lambda f: f.spec.layout.cp > 1 or f.spec.loss.denominator != "token" or ROWS.holds(f),
     "two cp ranks",
 )
+ADAPTERS = Need("no adapters", lambda f: f.spec.lora.on)
+RANK_2 = Need("adapters of rank 1", lambda f: (f.spec.lora.r or 2) > 1)
 ROUTER = Need("a model without experts", lambda f: f.experts > 0)
+REPLAYED_ROUTES = Need("routes are not replayed", lambda f: f.spec.routing.replays)
+BALANCED = Need("no load-balancing loss", lambda f: bool(f.spec.routing.balance))
+ROUTER_LOSS = Need("no loss of routers", lambda f: bool(f.spec.routing.balance or f.spec.routing.z))
 SEQUENCE_PARALLEL = Need("no sequence parallelism", lambda f: f.spec.layout.sequence_parallel)
 NO_SEQUENCE_PARALLEL = Need(
     "sequence parallelism, where all replicated weights need that sum", lambda f: not f.spec.layout.sequence_parallel
@@ -229,6 +234,9 @@ AUXILIARY = Need(
     lambda f: bool(f.spec.loss.squared_logit_coefficient or f.spec.loss.mean_squared_logit_coefficient),
     "an auxiliary loss",
 )
+PREDICTS = Need("no prediction of further tokens", lambda f: f.spec.prediction.on)
+NOTES_ROUTES = Need("no routes that are noted", lambda f: f.spec.routing.on)
+SMOOTHED = Need("no label smoothing", lambda f: f.spec.loss.label_smoothing != 0)
 LIKELIHOOD = Need("no likelihood term", lambda f: f.spec.loss.positive_nll_coefficient != 0, "loss vapo")
 ENTROPY = Need("no entropy bonus", lambda f: f.spec.loss.entropy_coefficient != 0)
 KL = Need("no KL penalty", lambda f: f.spec.loss.kl.coefficient != 0, "a KL penalty")
@@ -312,6 +320,10 @@ GRADIENT = Need("changes reported numbers only, and the comparison judges gradie
 ALWAYS: tuple[Need, ...] = ()
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
+    "adapter_counted_by_every_tp_rank": (ADAPTERS, TP),
+    "adapter_drawn_on_every_rank": (ADAPTERS, RANKS),
+    "adapter_factor_not_summed_over_tp": (ADAPTERS, TP),
+    "adapter_scaled_by_alpha": (ADAPTERS, RANK_2),
     "advantages_normalised_twice": (OF_GRPO,),
     "advantages_of_other_documents": (OUT_OF_ORDER, VARIED_ADVANTAGES),
     "attention_across_documents": (SHARED_ROW,),
@@ -320,6 +332,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "auxiliary_loss_dropped": (AUXILIARY,),
     "auxiliary_loss_not_normalised": (CP, AUXILIARY),
     "auxiliary_loss_times_micro_batches": (AUXILIARY, MICRO_BATCHES),
+    "balance_of_own_tokens": (BALANCED, RANKS),
     "baseline_per_micro_batch": (GROUPED, ROWS, SPLIT_GROUP),
     "clamped_kl_keeps_weight_gradient": (KL, SCORE, CLAMPED_KL),
     "clip_before_unscaling": (LOSS_SCALE, CLIPS, STEPS_2, LEARNS),
@@ -342,6 +355,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "expert_gradients_times_ep": (EP,),
     "first_cotangent_for_all": (COTANGENTS,),
     "first_micro_batch_synchronised": (RANKS, MICRO_BATCHES),
+    "gates_of_drifted_routes_zero": (REPLAYED_ROUTES,),
     "gates_of_other_ranks_detached": (EP,),
     "gathered_logits_in_parallel_softmax": (TP,),
     "gathered_tokens_summed_again": (TP, SEQUENCE_PARALLEL),
@@ -399,6 +413,12 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "pipeline_gradients_averaged_per_call": (PP, MICRO_BATCHES),
     "pipeline_loss_divided_after_backward": (PP,),
     "positions_from_shard": (CP, SPLIT_DOCUMENT),
+    "prediction_across_documents": (PREDICTS, SHARED_ROW),
+    "prediction_counts_of_shards": (PREDICTS, PIECES),
+    "prediction_not_normalised": (PREDICTS,),
+    "prediction_over_cp": (PREDICTS, CP),
+    "prediction_replays_first_mixture": (PREDICTS, ROUTER, NOTES_ROUTES),
+    "prediction_targets_shifted_again": (PREDICTS,),
     "prompt_in_document_advantage": (READS_DOCUMENTS, DOCUMENT_ADVANTAGE),
     "prompt_mean_for_token_mean": (TOKEN_MEAN, UNEQUAL_PROMPTS),
     "reduction_in_bfloat16": (SEVERAL_RANKS,),
@@ -411,8 +431,12 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "ring_block_normaliser": (CP, SPLIT_DOCUMENT),
     "rotary_tables_in_bfloat16": ALWAYS,
     "router_gradient_not_summed_over_tp": (ROUTER, TP, SEQUENCE_PARALLEL),
+    "router_gradient_over_cp": (ROUTER_LOSS, CP),
     "router_in_bfloat16": (ROUTER,),
     "router_without_gradient": (ROUTER,),
+    "routes_not_replayed": (REPLAYED_ROUTES,),
+    "routes_of_another_layer": (REPLAYED_ROUTES,),
+    "routes_shifted_by_one": (REPLAYED_ROUTES,),
     "rows_without_signal_counted": (COUNTS_DOCUMENTS, UNTRAINED),
     "sample_share_times_token_mean": (TOKEN_MEAN, ROWS, UNEQUAL_SHARES),
     "sampler_logprobs_before_temperature": (OTHER_TEMPERATURE, READS_SAMPLER),
@@ -424,6 +448,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "sequence_sums_at_wrong_offsets": (CP, READS_DOCUMENTS, NOT_CONTIGUOUS),
     "sequence_weight_sums_logs": (DOCUMENT_MEAN_CORRECTION,),
     "shift_after_shard": (CP, SPLIT_DOCUMENT),
+    "smoothing_over_local_vocabulary": (TP, SMOOTHED),
     "stage_layers_numbered_locally": (PP,),
     "stages_prepared_per_micro_batch": (PP, MICRO_BATCHES),
     "stale_keys_in_ring_backward": (CP, SPLIT_DOCUMENT),

@@ -52,7 +52,7 @@ def sum_gradients(
     experts: list[Tensor] = []
     partial: list[Tensor] = []
     of_ends: list[Tensor] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = _local(parameter.grad, shards[name])
@@ -88,8 +88,8 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
 
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
-    names = [name for name, _ in model.named_parameters()]
-    squares = sums_of_squares([_local(_gradient(value), shards[name]) for name, value in model.named_parameters()])
+    names = [name for name, _ in _trained(model)]
+    squares = sums_of_squares([_local(_gradient(value), shards[name]) for name, value in _trained(model)])
     if mesh["tp"].rank:  # what every tp rank has counts once
         replicated = torch.tensor([shards[name].dim is None for name in names])
         squares = squares.masked_fill(replicated.to(squares.device), 0.0)
@@ -110,13 +110,13 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
 @torch.no_grad()
 def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], factor: float) -> None:
     """Multiply every gradient, in place, by a factor that is the same on every rank."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model):
         _local(_gradient(parameter), shards[name]).mul_(factor)
 
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter's gradient on every rank. Collective over the axes that parameters are sharded over."""
-    local = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    local = {name: _gradient(parameter) for name, parameter in _trained(model)}
     return share_tensors(_full(local, shards, mesh), mesh)
 
 
@@ -138,6 +138,11 @@ def _full(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], me
     return dict(zip(parts, whole, strict=True))
 
 
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters with a gradient, by their names; frozen ones, as the base of adapters, have none."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None, "`sum_gradients` gives every parameter a gradient"
     return parameter.grad
@@ -155,6 +160,8 @@ def local_values(value: Any) -> Tensor:
 
 def sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each tensor in float64, without a copy of any in float64."""
+    if not gradients:  # a pipeline stage without adapters
+        return torch.zeros(0, dtype=torch.float64)
     if all(gradient.is_cuda for gradient in gradients):  # converts number by number, one launch for many tensors
         norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
         return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()

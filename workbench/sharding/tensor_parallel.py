@@ -292,6 +292,8 @@ def _column_gathered(module: Any, name: str, stream: Stream) -> dict[str, Parame
 
 GEMM = "gemm"
 """Attribute of a linear layer: a product of inputs [..., I] and its transposed weight [I, O], in place of matmul."""
+ADDED = "added"
+"""Attribute of a row-parallel layer: a function of its inputs [..., I / tp], added to its product before the sum."""
 
 
 def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict[str, ParameterShard]:
@@ -303,7 +305,10 @@ def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict
     def forward(inputs: Tensor) -> Tensor:
         local = inputs[..., start:stop] if split else inputs
         gemm, weight = vars(module).get(GEMM, torch.matmul), module.weight
-        whole = stream.out_of(gemm(local, weight if dim == 0 else weight.T))
+        partial = gemm(local, weight if dim == 0 else weight.T)
+        if (added := vars(module).get(ADDED)) is not None:
+            partial = partial + added(local)
+        whole = stream.out_of(partial)
         return whole if module.bias is None else whole + module.bias
 
     module.forward = forward

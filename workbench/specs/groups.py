@@ -44,6 +44,7 @@ class LayoutSpec(Group):
     """Ranks that share the experts of a mixture, neighbours among dp x cp, whose number it divides."""
     pp: int = Field(1, ge=1)
     """Pipeline-parallel ranks: each has some layers, its stages, through which the micro-batches of a step pass."""
+    # Megatron-LM's and torchtitan's default, which holds the activations of at most pp micro-batches
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """Order of micro-batches in the stages: all forward first (gpipe), or one forward, one backward; interleaved_1f1b
     has several stages per rank. Micro-batches are rows: data.micro_batches, or data.micro_batch_tokens."""
@@ -54,6 +55,7 @@ class LayoutSpec(Group):
     is that of several layers where the vocabulary is large."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
     """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
+    # a block of torch's flex attention (_DEFAULT_SPARSE_BLOCK_SIZE of torch 2.11)
     block_tokens: int = Field(128, ge=1)
     """Tokens of a block that the balanced order moves as a whole."""
     attention: Literal["gathered", "ring", "ulysses", "hybrid"] = "gathered"
@@ -177,8 +179,12 @@ class PolicySpec(Group):
     fused_loss: bool = False
     """Compute the gradient in the forward pass over the head, a chunk at a time: three GEMMs with the head, and the
     logits of one chunk. A loss whose coupling of tokens forbids it takes four; the record has the reason."""
+    support: Literal["whole", "recorded"] = "whole"
+    """Tokens over which log-probabilities are normalized. whole: the vocabulary. recorded: the truncated support of the
+    sampler (top-k, top-p, min-p), replayed token by token from the rollouts; entropies stay those of the vocabulary."""
     fp32_head: bool = False
     """Cast hidden states and head to float32 before their GEMM, in a run that computes in bfloat16 or float16."""
+    # logits of 4096 rows and 151 936 words, as Qwen3 has, are 2.5 GB in float32
     chunk_tokens: int = Field(4096, ge=1)
     """Rows whose logits exist at a time, for chunked and triton."""
     keep_bytes: int = Field(0, ge=0)
@@ -274,10 +280,22 @@ class OnlineSpec(Group):
     data.path."""
     prompts: int = Field(16, ge=1)
     """Prompts of a sampling."""
+    # as num_generations of TRL 1.16's GRPOConfig
     answers: int = Field(8, ge=1)
     """Completions of each prompt; they are a group."""
+    # the distribution of the model itself, as in TRL and verl
     temperature: float = Field(1.0, gt=0)
     """Divides the sampler's logits. The trainer's are divided by policy.temperature, which defaults to this."""
+    top_k: int | None = Field(None, ge=1)
+    """The sampler draws from this many most probable tokens; None: from all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """The sampler draws from the smallest set of most probable tokens with this probability; 1: from all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """The sampler draws from tokens with this share of the largest probability at least; 0: from all."""
+    sampler_logprobs: Literal["raw", "scaled", "truncated"] | None = None
+    """What the sampler reports: log-probabilities before the temperature, after it, or within the truncated support,
+    which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
+    # the longest document of the shipped rollout dataset, prompt included, has 38 tokens
     max_new_tokens: int = Field(64, ge=1)
     """Length limit of a completion."""
     updates: int = Field(1, ge=1)
@@ -296,6 +314,11 @@ class OnlineSpec(Group):
     def on(self) -> bool:
         """True if the run samples its own rollouts."""
         return self.task is not None
+
+    @property
+    def truncates(self) -> bool:
+        """True if the sampler draws from less than the whole vocabulary."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def documents(self) -> int:
@@ -329,8 +352,8 @@ class RoutingSpec(Group):
     routes than the mean, and falls where it had more. For models whose routers have such a bias."""
     replay: Literal["none", "recorded", "old"] = "none"
     """recorded: the experts of each token are those of the rollout dataset's extension `routes`, as its sampler or an
-    earlier policy chose them. old: in online runs, those of the pass that computes old log-probabilities. Gates keep
-    their gradients."""
+    earlier policy chose them; in online runs those that the sampler took, in the old pass and in training. old: in
+    online runs, those of the pass that computes old log-probabilities. Gates keep their gradients."""
     record: bool = False
     """Write the routes of each step, as a file `stepNNNN.routes`, in the order of the rollout dataset."""
 
@@ -357,13 +380,46 @@ class RoutingSpec(Group):
         return value
 
 
+class PredictionSpec(Group):
+    """Multi-token prediction: layers that predict further tokens of each position, and their loss.
+
+    Depth k predicts the token k + 1 ahead, where it is of the same document and trains. Its loss is the mean negative
+    log-likelihood, at temperature 1, over all such tokens of the step, in every layout; the mean over depths is added
+    to the loss. Their routers, in a mixture of experts, choose by themselves.
+    """
+
+    depths: int = Field(0, ge=0)
+    """Layers, one for each further token; 0: none. Weights are those of the checkpoint; tiny models draw theirs."""
+    coefficient: float = Field(0.1, ge=0)
+    """Weight of the loss, which is divided by the number of depths."""
+    detach: Literal["nothing", "hidden_states", "policy"] = "nothing"
+    """What gets no gradient of this loss: the decoder's last hidden states, or all of the policy (hidden states,
+    embedding and head), so that only these layers train on it."""
+
+    @property
+    def on(self) -> bool:
+        """True if there are such layers."""
+        return self.depths > 0
+
+    @model_validator(mode="after")
+    def _check_used(self) -> PredictionSpec:
+        unused = [name for name in self.changed if not self.depths]
+        if unused:
+            raise ValueError(
+                f"prediction.{unused[0]} is of layers that there are not; give prediction.depths, 1 or more"
+            )
+        return self
+
+
 class OptimizerSpec(Group):
     """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """The optimizer, as torch.optim has it; sgd is without momentum."""
+    # for the shipped policy; RL of billions of parameters takes some 1e-6, as TRL 1.16's GRPOConfig does
     learning_rate: float = Field(1e-4, ge=0)
     """The same in every step: there is no schedule."""
+    # as TRL 1.16's GRPOConfig; torch's own AdamW has 0.01
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled from the gradient in adamw, added to it in sgd."""
     max_grad_norm: float | None = Field(None, gt=0)
@@ -379,6 +435,8 @@ class ReproducibleSpec(Group):
     weight_chunks: int = Field(1, ge=1)
     """Chunks in which weights are multiplied: a power of two that divides heads and features, and at least the tp ranks
     of every run to be compared."""
+    # 2^-32 is half an ulp of float32 at 2^-8 = 0.004 and less above, and sums have room up to 2^62 / 2^32 = 2^30. At
+    # most 60, because sums stay below 2^62 (workbench/reproducible/README.md)
     bits: int = Field(32, ge=1, le=60)
     """Gradients are summed as multiples of 2^-bits, for a loss in which the mean token weight is 1."""
 

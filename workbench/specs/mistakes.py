@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from workbench.errors import SpecError, did_you_mean, listed
+from workbench.errors import SpecError, did_you_mean, listed, nearest_names
 
 ELSEWHERE = {
+    "lr": ("optimizer.learning_rate",),
+    "lora_r": ("lora.r",),
+    "lora_rank": ("lora.r",),
     "beta": ("loss.kl.coefficient", "loss.surrogate.beta"),
     "kl_coef": ("loss.kl.coefficient",),
     "kl_loss_coef": ("loss.kl.coefficient",),
@@ -121,7 +123,7 @@ def nearest_settings(name: str, model: type[BaseModel]) -> tuple[str, ...]:
     for setting in setting_names(model):
         leaves.setdefault(setting.rpartition(".")[2], []).append(setting)
     initials = [leaf for leaf in leaves if "_" in leaf and "".join(part[:1] for part in leaf.split("_")) == key]
-    for matches in ([key] if key in leaves else [], initials, difflib.get_close_matches(key, leaves, n=3, cutoff=0.75)):
+    for matches in ([key] if key in leaves else [], initials, nearest_names(key, leaves, cutoff=0.75)):
         if settings := tuple(setting for leaf in matches for setting in leaves[leaf]):
             return settings
     return ()

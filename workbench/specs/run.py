@@ -21,10 +21,12 @@ from workbench.specs.groups import (
     OnlineSpec,
     OptimizerSpec,
     PolicySpec,
+    PredictionSpec,
     RecordSpec,
     ReproducibleSpec,
     RoutingSpec,
 )
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
@@ -48,6 +50,8 @@ class RunSpec(Group):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     routing: RoutingSpec = RoutingSpec()
+    prediction: PredictionSpec = PredictionSpec()
+    lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -109,7 +113,11 @@ class RunSpec(Group):
             *path, last = name.split(".")
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
-                del group[last]
+                del group[last], default[last]
+        surrogate = settings["loss"]["surrogate"]
+        for name, default in ADDED_PARAMETERS.get(surrogate["kind"], {}).items():
+            if surrogate[name] == default:
+                del surrogate[name]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
@@ -127,10 +135,17 @@ class RunSpec(Group):
 
 ADDED_SETTINGS = (
     "reproducible",
+    "online.top_k",  # settings of a group come before the group
+    "online.top_p",
+    "online.min_p",
+    "online.sampler_logprobs",
     "online",
+    "policy.support",
     "kernels",
     "mixed_precision",
     "routing",
+    "prediction",
+    "lora",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -141,6 +156,9 @@ ADDED_SETTINGS = (
     "record.trace_tokens",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
+
+ADDED_PARAMETERS: Mapping[str, Mapping[str, Any]] = {"sft": {"label_smoothing": 0.0}}
+"""Kind of surrogate -> parameters that were added to it after the first records, with their defaults; alike."""
 
 
 def _conflicts(spec: RunSpec) -> Iterator[str]:
@@ -173,16 +191,29 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
                 f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
                 "that returns one number; leave one of them out"
             )
+    if spec.policy.support == "recorded" and loss.label_smoothing:
+        yield (
+            "loss.surrogate.label_smoothing with policy.support 'recorded': labels are smoothed over the whole "
+            "vocabulary, and log-probabilities are those of the truncated support; leave one of them out"
+        )
+    if spec.policy.support == "recorded" and spec.online.on and not spec.online.truncates:
+        yield (
+            "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
+            "give online.top_k, top_p or min_p, or take support: whole"
+        )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
     yield from _routes_not_known(spec)
+    if spec.prediction.on:
+        yield from _not_predicted(spec)
     if spec.routing.on and spec.reproducible.on:
         yield (
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
             "leave one of them out"
         )
+    yield from _adapters_not_known(spec)
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
@@ -243,6 +274,32 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
         )
 
 
+def _not_predicted(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that layers for multi-token prediction do not support, each with its fix."""
+    if spec.online.on:
+        yield (
+            "prediction.depths with online.task: the sampler is a stock decoder, which lacks these layers; leave one "
+            "of them out, or take rollouts from data.path"
+        )
+    if spec.reproducible.on:
+        yield (
+            "prediction.depths with the reproducible mode, which computes the decoder's own layers alone; leave one of "
+            "them out"
+        )
+    if spec.lora.on:
+        yield ("prediction.depths with lora, which trains adapters of the decoder alone; leave one of them out")
+    if spec.layout.shard_parameters:
+        yield (
+            "prediction.depths with layout.shard_parameters, which gathers the weights of each layer on the way "
+            "through the decoder, and these layers come after it; leave one of them out"
+        )
+    if spec.record.trace_tokens:
+        yield (
+            "prediction.depths with record.trace_tokens, which traces one pass through the decoder; leave one of "
+            "them out"
+        )
+
+
 def _routes_not_known(spec: RunSpec) -> Iterator[str]:
     """Yield settings of routers that need routes or biases which the run does not have, each with its fix."""
     routing, online = spec.routing, spec.online
@@ -251,16 +308,22 @@ def _routes_not_known(spec: RunSpec) -> Iterator[str]:
             "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
             "experts than the trainer; balance with routing.balance"
         )
-    if routing.replay == "recorded" and online.on:
-        yield (
-            "routing.replay 'recorded' with online.task: the sampler notes no routes; take replay: old, those of the "
-            "trainer's pass before the first update"
-        )
     if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
         yield (
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
             "trainer, or replay: recorded with the routes of a rollout dataset"
         )
+
+
+def _adapters_not_known(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that conflict with adapters, each with its fix."""
+    if spec.lora.on and spec.reproducible.on:
+        yield (
+            "lora with the reproducible mode, whose GEMMs are those of whole weights; leave one of them out, or merge "
+            "the adapter into its base"
+        )
+    if "sampler" in spec.lora.changed and not spec.online.on:
+        yield f"lora.sampler = {spec.lora.sampler!r} without online.task: nothing is sampled; leave it out"
 
 
 _NOT_SAMPLED = {
@@ -347,6 +410,8 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
         yield "layout.ep is of a mixture of experts, which this mode does not compute; leave it out"
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
+    if spec.loss.label_smoothing:
+        yield "loss.surrogate.label_smoothing: this mode has no mean of the logits over the vocabulary; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:
         yield (
             f"weight_chunks = {spec.reproducible.weight_chunks} cannot be split over tp = {layout.tp} ranks; give a "

@@ -119,8 +119,8 @@ def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
             "group_tokens": torch.bincount(group_T).double()[group_T],
         },
     )
-    head_output = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
-    return row, head_output
+    head_output = TokenLogprobs(policy_T, 1 + normal().abs(), normal())
+    return row, head_output._replace(mean_squared_logit_T=normal().square(), mean_logit_T=normal())
 
 
 def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outcome:

@@ -1,6 +1,7 @@
 """The policy of a run, and checkpoints: weights and optimizer state as full tensors, from which any layout can resume.
 
-    checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the dtype that is updated
+    checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the dtype that is updated; of a run
+                                                  with LoRA its adapter instead, in peft's two files
     checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``, the loss scale, and the
                                                   biases of routers
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from workbench import atomic as whole_files
 from workbench.errors import RecordError
+from workbench.policy.adapters import read_values, write_adapter
 from workbench.policy.decoder import load_decoder
+from workbench.policy.lora import Lora, find_adapted, merged_weights, saved_whole, untie
 from workbench.policy.model import DTYPES, Policy, load_policy
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.records.directory import RunDirectory
@@ -28,6 +31,7 @@ from workbench.records.requeued import REQUEUED
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_tensors
+from workbench.specs.lora import read_settings
 from workbench.specs.run import RunSpec
 from workbench.train.optimizer import LossScale, dense_state
 
@@ -67,6 +71,8 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         stages_per_rank=layout.stages_per_rank,
         stage_layers=layout.stage_layers,
         routing=spec.routing.on,
+        depths=spec.prediction.depths,
+        lora=spec.lora,
     )
 
 
@@ -79,7 +85,7 @@ def save_checkpoint(
     """
     mesh, weights, state = policy.mesh, dict[str, Tensor](), dict[str, Tensor]()
     parameters = dict(policy.model.named_parameters())
-    for name in policy.shapes or parameters:
+    for name in policy.shapes or parameters if policy.lora is None else policy.lora.trained:
         local: dict[str, Tensor] = {}
         if (parameter := parameters.get(name)) is not None:  # else it is of another pipeline stage
             shard = policy.shards[name]
@@ -99,7 +105,10 @@ def save_checkpoint(
     temporary = folder.with_name(f".{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    whole_files.write_tensors(temporary / WEIGHTS, weights)
+    if policy.lora is None:
+        whole_files.write_tensors(temporary / WEIGHTS, weights)
+    else:
+        write_adapter(temporary, policy.lora, weights, base=run.spec.model.source)
     whole_files.write_tensors(temporary / OPTIMIZER, state)
     earlier = run.checkpoints()
     temporary.rename(folder)
@@ -115,9 +124,15 @@ def load_checkpoint(
     Raises:
         RecordError: missing or damaged, or of another model.
     """
-    weights, state = (_read(folder / name) for name in (WEIGHTS, OPTIMIZER))
-    parameters = dict(policy.model.named_parameters())
-    if unlike := sorted((policy.shapes or parameters).keys() ^ weights.keys()):
+    lora, state = policy.lora, _read(folder / OPTIMIZER)
+    parameters = {name: value for name, value in policy.model.named_parameters() if value.requires_grad}
+    if lora is not None:
+        weights: Mapping[str, Tensor] = read_values(
+            folder, lora.adapted, lora.saved, requested=f"continue from {folder.name}"
+        )
+    else:
+        weights = _read(folder / WEIGHTS)
+    if lora is None and (unlike := sorted((policy.shapes or parameters).keys() ^ weights.keys())):
         raise RecordError(
             f"continue from {folder.name}",
             found=f"only one of model and checkpoint has {unlike[0]}",
@@ -191,6 +206,8 @@ def continued_from(run: RunDirectory) -> str:
 def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = None) -> Any:
     """Return the stock `transformers` decoder with the weights of a run's newest checkpoint, to sample, test or save.
 
+    Adapters of a run with LoRA are merged, in float32 at least; the checkpoint's folder is the adapter itself.
+
     ``save_pretrained(folder)`` writes a folder that ``model.source`` of another run can name.
 
     Relative paths in the run's spec begin at ``project``; None takes `project_root`. A run may be given by its folder.
@@ -202,13 +219,26 @@ def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = Non
     rule = "a run saves its weights only with record.checkpoint_every"
     fix = "set record.checkpoint_every, and run again"
     _, folder = _newest(run, f"the policy that {run.path.name} trained", rule, fix)
-    spec, dtype, weights = run.spec.model, run.spec.dtypes.weights, _read(folder / WEIGHTS)
+    spec, dtype = run.spec.model, run.spec.dtypes.weights
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
     model = lift_to_float64(model) if dtype == "float64" else cast(model, DTYPES[dtype])
+    weights = _merged(run, folder, model) if run.spec.lora.on else _read(folder / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return model
+
+
+def _merged(run: RunDirectory, folder: Path, model: Any) -> Mapping[str, Tensor]:
+    """Weights of a model with the adapter of a checkpoint merged; a tied head that has one is untied."""
+    base = {name: value.detach() for name, value in model.named_parameters()}
+    settings = read_settings(folder, run.spec.lora)
+    adapted = find_adapted(model, settings, {name: value.shape for name, value in base.items()})
+    lora = Lora(settings, adapted, ())
+    if lora.head is not None and lora.head.base != lora.head.weight:
+        untie(model)
+    values = read_values(folder, adapted, saved_whole(model, settings), requested=f"read {folder.name}")
+    return merged_weights(lora, base | values)
 
 
 def _newest(run: RunDirectory, requested: str, rule: str, fix: str) -> tuple[int, Path]:

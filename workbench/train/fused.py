@@ -130,7 +130,7 @@ def _chunked_head(
     _require_chunked_head(policy)
     assert plan.couples is not None, "without, callers use `_whole_row_head`"
     return fused_loss(
-        hidden_TD,
+        policy.head_input(hidden_TD),
         targets_T=row.targets_T,
         loss_fn=chunk_loss,
         couples=plan.couples,
@@ -139,6 +139,7 @@ def _chunked_head(
         implementation=policy.implementation,
         temperature=row.extensions.get("temperature_T", policy.temperature),
         active_T=row.loss_mask_T,
+        support=local.support,
         outputs=outputs,
         **policy.head_arguments(),
     )

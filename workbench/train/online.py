@@ -15,7 +15,7 @@ import math
 import operator
 import reprlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,22 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.metrics.step import SAMPLER_MOVED
+from workbench.policy.lora import sampler_weights
 from workbench.policy.model import Policy
-from workbench.policy.sampling import Completion, Sampler, by_uniforms
+from workbench.policy.sampling import (
+    Completion,
+    Sampler,
+    by_uniforms,
+    completion_routes,
+    with_completion_supports,
+)
 from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import for_policy
 from workbench.rollouts.task import Task, named_task
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.gradients import full_weights
-from workbench.sharding.mesh import Mesh
+from workbench.sharding.mesh import Axis, Mesh
 from workbench.specs.groups import AdvantageSpec, RoutingSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.run import RunSpec
@@ -65,10 +74,13 @@ class Online:
         self.project = project
         self.task = task or named_task(spec.online.task or "", project)
         model = spec.model
+        self.sampling = sampling_of(spec)
         self.sampler = Sampler(
             model.source,
             precision=spec.online.sampler_precision or spec.dtypes.compute,
             device=self.mesh.device,
+            lora=policy.lora,
+            routing=spec.routing.replay == "recorded",
             project=project,
             tied=model.tied,
             seed=model.seed,
@@ -98,7 +110,7 @@ class Online:
             SpecError: invalid prompts or an invalid reward.
         """
         start, online = time.perf_counter(), self.spec.online
-        moved = self.sampler.load_weights(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        moved = self.sampler.load_weights(self._weights())
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(
@@ -128,6 +140,11 @@ class Online:
             "time/sample_ms": 1e3 * (sampled - start),
             "time/score_ms": 1e3 * (time.perf_counter() - sampled),
         }
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Weights of the sampler: those of the policy, with adapters merged or not."""
+        weights = full_weights(self.policy.model, self.policy.shards, self.mesh)
+        return weights if self.policy.lora is None else sampler_weights(self.policy.lora, weights)
 
     # ---- sampling completions ------------------------------------------------------------------------
 
@@ -207,6 +224,7 @@ class Online:
                 temperature=online.temperature,
                 max_new_tokens=online.max_new_tokens,
                 end_ids=self.task.end_ids,
+                sampling=self.sampling,
             )
             documents = [at * online.answers + i for at in share for i in range(online.answers)]
             for document, completion in zip(documents, completions, strict=True):
@@ -257,20 +275,55 @@ class Online:
 
     def _gather(self, own: Mapping[int, tuple[Completion, float]]) -> tuple[list[Completion], Tensor]:
         """Gather completions and rewards on every rank: an exact sum, as each is 0 on all ranks but one."""
-        online, device = self.spec.online, self.mesh.device
+        online = self.spec.online
         tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
-        numbers_NM = torch.zeros(online.documents, online.max_new_tokens + 2, dtype=torch.float64)
+        numbers_NM = torch.zeros(online.documents, 2 * online.max_new_tokens + 2, dtype=torch.float64)
+        longest = max((len(ids) for completion, _ in own.values() for ids in completion.supports), default=0)
+        if online.truncates:
+            longest = int(self._over_ranks(all_max, torch.tensor(longest)))
+        # Ids plus 1, so that 0 is no id; as many as the largest support has.
+        supports_NMK = torch.zeros(online.documents, online.max_new_tokens, longest, dtype=torch.int64)
         for document, (completion, reward) in own.items():
-            tokens_NM[document, : len(completion.tokens)] = torch.tensor(completion.tokens)
-            numbers_NM[document, : len(completion.logprobs)] = torch.tensor(completion.logprobs, dtype=torch.float64)
-            numbers_NM[document, -2:] = torch.tensor([len(completion.tokens), reward], dtype=torch.float64)
-        tokens_NM, numbers_NM = (
-            all_sum(all_sum(local_NM.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
-            for local_NM in (tokens_NM, numbers_NM)
-        )
-        lengths = numbers_NM[:, -2].long().tolist()
-        rows = zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
-        return [Completion(tokens[:n], numbers[:n]) for tokens, numbers, n in rows], numbers_NM[:, -1]
+            count = len(completion.tokens)
+            tokens_NM[document, :count] = torch.tensor(completion.tokens)
+            numbers_NM[document, :count] = torch.tensor(completion.logprobs, dtype=torch.float64)
+            numbers_NM[document, -2:] = torch.tensor([count, reward], dtype=torch.float64)
+            if online.truncates:
+                masses = slice(online.max_new_tokens, online.max_new_tokens + count)
+                numbers_NM[document, masses] = torch.tensor(completion.masses, dtype=torch.float64)
+            for place, ids in enumerate(completion.supports):
+                supports_NMK[document, place, : len(ids)] = torch.tensor(ids) + 1
+        gathered = (tokens_NM, numbers_NM, supports_NMK) if online.truncates else (tokens_NM, numbers_NM)
+        tokens_NM, numbers_NM, *more = (self._over_ranks(all_sum, local_NM) for local_NM in gathered)
+        routes = self._gather_routes({number: completion for number, (completion, _) in own.items()})
+        completions = []
+        for document, count in enumerate(numbers_NM[:, -2].long().tolist()):
+            logprobs, masses = numbers_NM[document, : 2 * online.max_new_tokens].view(2, -1)[:, :count].tolist()
+            kept = [(row[row > 0] - 1).tolist() for row in more[0][document, :count]] if more else []
+            tokens = tokens_NM[document, :count].tolist()
+            completions.append(Completion(tokens, logprobs, kept, masses if more else [], routes.get(document)))
+        return completions, numbers_NM[:, -1]
+
+    def _gather_routes(self, own: Mapping[int, Completion]) -> dict[int, Tensor]:
+        """Gather the routes of the sampler's completions on every rank, by document; {} if it notes none."""
+        routers = self.sampler.routers
+        if routers is None:
+            return {}
+        routes = {n: completion.routes_tLk for n, completion in own.items() if completion.routes_tLk is not None}
+        lengths_N = torch.zeros(self.spec.online.documents, dtype=torch.int64)
+        for document, of_document_tLk in routes.items():
+            lengths_N[document] = len(of_document_tLk)
+        lengths_N = self._over_ranks(all_sum, lengths_N)
+        shape = (len(lengths_N), int(lengths_N.max()), len(routers.names), routers.chosen)
+        routes_NtLk = torch.zeros(shape, dtype=torch.int64)
+        for document, of_document_tLk in routes.items():
+            routes_NtLk[document, : len(of_document_tLk)] = of_document_tLk
+        routes_NtLk = self._over_ranks(all_sum, routes_NtLk)
+        return {document: routes_NtLk[document, :length] for document, length in enumerate(lengths_N.tolist())}
+
+    def _over_ranks(self, reduce: Callable[[Tensor, Axis], Tensor], local: Tensor) -> Tensor:
+        """Reduce a tensor over all ranks that sample; on the CPU."""
+        return reduce(reduce(local.to(self.mesh.device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
 
     # ---- building a batch ----------------------------------------------------------------------------
 
@@ -296,11 +349,17 @@ class Online:
             )
         cut_off_N = torch.tensor([float(c.tokens[-1] not in self.task.end_ids) for c in sampled])
         batch = RolloutBatch.from_documents(documents, temperature=online.temperature)
+        batch = replace(batch, sampling=self.sampling)
+        if self.sampling.truncates:
+            batch = with_completion_supports(batch, sampled)
         truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
-        return replace(batch, extensions={"truncated": truncated})
+        batch = replace(batch, extensions={**batch.extensions, "truncated": truncated})
+        return batch if self.sampler.routers is None else with_routes(batch, completion_routes(sampled))
 
     def _logprobs(self, policy: Policy, batch: RolloutBatch) -> Tensor:
-        return document_logprobs(policy, batch, self.spec, self.mesh, project=self.project)
+        """Those of another policy than the trained one, by the choice of its own routers."""
+        spec = self.spec.model_copy(update={"routing": RoutingSpec()})
+        return document_logprobs(policy, batch, spec, self.mesh, project=self.project)
 
     def _scored(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with the trainer's log-probabilities, if requested, and advantages."""
@@ -310,10 +369,26 @@ class Online:
             logprobs_S, routes_SLk = old_pass(self.policy, batch, self.spec, self.mesh, project=self.project)
             batch = replace(batch, old_logprobs_T=logprobs_S)
             batch = batch if routes_SLk is None else with_routes(batch, routes_SLk)
+        else:  # the sampler's, as what this run compares with its own
+            converted = for_policy(batch, self.spec.policy.support).sampler_logprobs_T
+            assert converted is not None, "sampled completions have log-probabilities"
+            batch = replace(batch, old_logprobs_T=converted)
         if self.reference is not None:
             batch = replace(batch, ref_logprobs_T=self._logprobs(self.reference, batch))
         # Once, of all that was sampled: baselines must not see a mini-batch (DECISIONS.md, row 103).
         return flow.compute_advantages(batch, self.spec)
+
+
+def sampling_of(spec: RunSpec) -> Sampling:
+    """Return the truncation of an online run's sampler, and what its log-probabilities are of."""
+    online = spec.online
+    return Sampling(
+        online.top_k,
+        online.top_p,
+        online.min_p,
+        online.sampler_logprobs or ("truncated" if online.truncates else "scaled"),
+        "truncated" if spec.policy.support == "recorded" else "scaled",
+    )
 
 
 def needs_reference(loss: LossSpec) -> bool:
@@ -357,8 +432,8 @@ def old_pass(
 
     Shapes: [S] and [S, mixtures, experts of a token], in the order of the batch.
     """
-    routing = spec.routing
-    spec = spec.model_copy(update={"routing": NOTED if routing.replay == "old" else RoutingSpec()})
+    replayed = RoutingSpec(replay="recorded") if spec.routing.replay == "recorded" else RoutingSpec()
+    spec = spec.model_copy(update={"routing": NOTED if spec.routing.replay == "old" else replayed})
     spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss, project), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
     logprobs_S: Tensor | None = None
@@ -379,8 +454,8 @@ def old_pass(
         )
         if noting is not None:
             of_step_SLk = noting.in_source_order(batch.num_tokens)
-            assert of_step_SLk is not None, "recorded"
-            routes_SLk = of_step_SLk if routes_SLk is None else torch.where(routes_SLk < 0, of_step_SLk, routes_SLk)
+            if of_step_SLk is not None:
+                routes_SLk = of_step_SLk if routes_SLk is None else torch.where(routes_SLk < 0, of_step_SLk, routes_SLk)
         logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
         missing_S[documents.source_T] = False
     assert logprobs_S is not None, "a batch has documents, so there is a step"

@@ -27,16 +27,18 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
-    """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
+    """Build the optimizer of this rank's trained parameter shards; elementwise, so shards need no special case."""
     settings, dtypes = spec.optimizer, spec.dtypes
     own = dtypes.moments != dtypes.weights or dtypes.stochastic_rounding
     kind: Any = torch.optim.SGD if settings.name == "sgd" else torch.optim.AdamW
     if own and settings.name == "adamw":
-        names = [name for name, _ in policy.model.named_parameters()]
+        names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
         noise = functools.partial(_noise, policy, spec.seed, names) if dtypes.stochastic_rounding else None
         moments = eight_bit_moments() if dtypes.moments == "8bit" else DTYPES[dtypes.moments]
         kind = functools.partial(AdamW, moments=moments, noise=noise)
-    return kind(policy.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    # As a group, which may be empty: that of a pipeline stage without adapters.
+    return kind([{"params": trained}], lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
 
 Noise = Callable[[Tensor, int, int], Tensor]

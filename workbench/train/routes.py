@@ -131,6 +131,7 @@ class StepRoutes:
         share_LE: [L, E] share of each expert in the routes of the whole step, for the load-balancing loss.
         counts_LE: [L, E] routes that the rows of this rank took.
         differing: routes of this rank's tokens that the routers would have chosen otherwise.
+        checksum: of the routes of this rank's tokens, see `checksum`.
         values: this rank's part of each loss, coefficient included.
         taken: of each row, by number, the experts of its tokens in each mixture of this rank.
     """
@@ -142,6 +143,7 @@ class StepRoutes:
     share_LE: Tensor | None = None
     counts_LE: Tensor = field(init=False)
     differing: Tensor = field(init=False)
+    checksum: Tensor = field(init=False)
     values: dict[str, Tensor] = field(default_factory=dict)
     taken: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -150,7 +152,7 @@ class StepRoutes:
         self.counts_LE = torch.zeros(
             len(routers.names), routers.experts, dtype=torch.float64, device=self.policy.mesh.device
         )
-        self.differing = self.counts_LE.new_zeros(())
+        self.differing, self.checksum = self.counts_LE.new_zeros(()), self.counts_LE.new_zeros(())
         given, spec = self.totals.routing, self.spec
         known = (len(routers.names), routers.chosen)
         if spec.replays and (
@@ -209,7 +211,6 @@ class StepRoutes:
                 given_tLk = routes.given_tLk[routes.counted_t]
                 for mixture in range(len(counts_LE)):
                     counts_LE[mixture] += _count(given_tLk[:, mixture], self.routers.experts)
-            counts_LE = all_sum(counts_LE, self.policy.mesh["dp_cp"])
         else:
 
             def begin(number: int) -> Routes:
@@ -221,8 +222,14 @@ class StepRoutes:
             for routes in passes:
                 for mixture, noted in routes.noted.items():
                     counts_LE[mixture] += _count(noted.taken_tk[noted.counted_t], self.routers.experts)
-            counts_LE = self._complete(counts_LE)
+        counts_LE = self.counts_of_step(counts_LE)
         self.share_LE = counts_LE / counts_LE.sum(dim=1, keepdim=True).clamp_min(1)
+
+    def counts_of_step(self, counts_LE: Tensor) -> Tensor:
+        """[L, E] routes of the whole step by expert, from those of this rank's rows. Collective."""
+        if self.spec.replays:  # every rank of tp and pp has all of a row's
+            return all_sum(counts_LE, self.policy.mesh["dp_cp"])
+        return self._complete(counts_LE)
 
     def finish(self, number: int, routes: Routes) -> list[Tensor]:
         """Return the loss of a pass's routers, scaled for backward, if there is one; count what they did.
@@ -244,6 +251,8 @@ class StepRoutes:
                 if spec.replays:
                     differ_t = (taken_tk.sort(dim=1).values != own_tk.sort(dim=1).values).any(dim=1)
                     self.differing += (differ_t & counted_t).sum()
+                    source_t = routers._own(self.rows[number].row.extensions[INPUT_SOURCE])
+                    self.checksum += checksum(taken_tk[counted_t], source_t[counted_t], mixture)
                 if spec.record:
                     self.taken[number][mixture] = taken_tk
         if not parts:
@@ -291,6 +300,7 @@ class StepRoutes:
         if self.spec.replays:
             differing = float(self._complete(self.differing))
             numbers["router/disagreement/share"] = differing * self.routers.chosen / max(float(loads_LE.sum()), 1.0)
+            numbers["router/replayed/checksum"] = float(self._complete(self.checksum)) % _CHECKSUMS
         return numbers
 
     def in_source_order(self, num_source: int) -> Tensor | None:
@@ -313,6 +323,21 @@ class StepRoutes:
         if self.routers.share[1] == 1:
             return taken_tk
         return torch.cat(all_gather(taken_tk, self.policy.mesh["tp"]))
+
+
+_CHECKSUMS = 2.0**40
+"""Number of checksums: those of 8,000 ranks add up exactly in float64."""
+
+
+def checksum(experts_tk: Tensor, source_t: Tensor, mixture: int) -> Tensor:
+    """[] float64 whole number of the experts of tokens in a mixture, in any order; the sums of parts are the whole's.
+
+    Two steps in which a token took another expert have other checksums but for one in 10^12.
+    """
+    each_tk = (experts_tk + 1) * 0x9E3779B1 + (source_t[:, None] + 1) * 0x85EBCA77 + (mixture + 1) * 0xC2B2AE3D
+    for _ in range(2):  # the mixing of integers of MurmurHash3, whose constants these are
+        each_tk = (each_tk ^ (each_tk >> 29)) * 0x165667B19E3779F9
+    return (each_tk.sum() % int(_CHECKSUMS)).double()
 
 
 def _count(experts: Tensor, size: int) -> Tensor:

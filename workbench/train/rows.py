@@ -17,13 +17,18 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.document_sums import DocumentSums, segment_ids
 from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.metrics.definitions import Level
 from workbench.metrics.quantities import DocumentSlots
 from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.recomputed import outside_support
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.model import Policy
 from workbench.policy.routers import Routes
 from workbench.reduction.weights import TokenWeights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import deal, fill, pack
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import SUPPORT
 from workbench.rollouts.targets import TrainingRow
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import gather_many, sum_sum
@@ -98,6 +103,7 @@ class LocalRow:
         sums: sums over whole documents, of which this rank may hold a part.
         documents: the numbers of the row's documents in the whole step, for per-document metrics.
         whole: the row before the split, on which the loss is evaluated in the reproducible mode.
+        sampling: of the batch.
     """
 
     row: TrainingRow
@@ -106,11 +112,18 @@ class LocalRow:
     sums: DocumentSums
     documents: DocumentSlots
     whole: WholeRow | None = None
+    sampling: Sampling = field(default_factory=Sampling)
 
     def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
         """[t, D] hidden states of this rank's tokens, with the routes of this pass."""
         more: dict[str, Any] = {} if routes is None else {"routes": routes}
         return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention, **more)
+
+    @property
+    def support(self) -> TruncatedSupport | None:
+        """Truncated support of each target in the sampler; None: log-probabilities are over the whole vocabulary."""
+        ids_TK = self.row.extensions.get(SUPPORT)
+        return None if ids_TK is None else TruncatedSupport.of_table(ids_TK)
 
     def stage_output(self, policy: Policy, stage: int, input_TD: Tensor | None, routes: Routes | None = None) -> Tensor:
         """[t, D] output of one of this rank's pipeline stages, on the output of the stage before (None: the first)."""
@@ -123,7 +136,30 @@ class LocalRow:
         """[t] head outputs of this rank's tokens; with ``active_T`` [t] bool, of those alone."""
         row = self.row
         temperature_T = row.extensions.get("temperature_T")
-        return policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, active_T=active_T, outputs=outputs)
+        more: dict[str, Any] = {} if (support := self.support) is None else {"support": support}
+        return policy.token_logprobs(
+            hidden_TD, row.targets_T, temperature_T, active_T=active_T, outputs=outputs, **more
+        )
+
+    def with_support_measures(self, inputs: LossInputs, policy: Policy, hidden_TD: Tensor, level: Level) -> LossInputs:
+        """Return inputs with what metrics know of the truncated supports; unchanged without supports.
+
+        At level full also whether a target is outside the support of the policy's own distribution, which takes one
+        more GEMM with the head. Collective over tp.
+        """
+        row, ids_TK = self.row, self.row.extensions.get(SUPPORT)
+        if ids_TK is None or level == "none":
+            return inputs
+        sizes_T, outside_T = (ids_TK >= 0).sum(dim=1), None
+        sizes_T = torch.where(sizes_T == 0, policy.vocabulary_size, sizes_T).double()
+        if level == "full" and self.sampling.truncates:
+            head = {name: value for name, value in policy.head_arguments().items() if name != "keep_bytes"}
+            temperature = row.extensions.get("temperature_T", policy.temperature)
+            hidden_TD = policy.head_input(hidden_TD).detach()
+            outside_T = outside_support(
+                hidden_TD, targets_T=row.targets_T, sampling=self.sampling, temperature=temperature, **head
+            )
+        return replace(inputs, support_size_T=sizes_T, outside_support_T=outside_T)
 
 
 def pack_step(

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from workbench.errors import SpecError
 from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.sampling import Completion, generate
+from workbench.policy.sampling import Completion, generate, with_completion_supports
 from workbench.rollouts import files
 from workbench.rollouts.advantages.groups import group_advantages
 from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.task import ArithmeticTask, Problem
 
 EVALUATION_SEED, PROMPT_SEED = 1, 2
@@ -41,6 +42,8 @@ class RolloutSettings:
         prompts: number of problems.
         answers: G, completions sampled for each.
         temperature: divides logits when sampling and when old and reference log-probabilities are computed.
+        top_k, top_p, min_p: truncation of the sampler. Log-probabilities, of all policies, are then those within the
+            truncated support, which is recorded with each token.
         seed: of the weights, the problems and the sampling.
         max_new_tokens: length limit of a completion, which may then lack its end symbol.
         success_low: the learning rate begins to fall at the first evaluation in which this share of completions
@@ -58,6 +61,9 @@ class RolloutSettings:
     prompts: int = 12
     answers: int = 6
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     max_new_tokens: int = 64
     success_low: float = 0.25
@@ -71,7 +77,8 @@ class RolloutSettings:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        free = ("seed", "success_low", "success_high", "max_warm_up_steps", "weight_decay")
+        free = ("seed", "success_low", "success_high", "max_warm_up_steps", "weight_decay", "top_k", "top_p", "min_p")
+        _ = self.sampling  # raises
         wrong = [f"{name}={value}" for name, value in vars(self).items() if name not in free and value <= 0]
         if not 0 <= self.success_low <= self.success_high <= 1:
             wrong.append(f"success from {self.success_low} to {self.success_high}")
@@ -82,6 +89,14 @@ class RolloutSettings:
                 rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
                 fix="see the attributes of RolloutSettings",
             )
+
+    @property
+    def sampling(self) -> Sampling:
+        """Truncation of the sampler, and what log-probabilities are of."""
+        sampling = Sampling(self.top_k, self.top_p, self.min_p)
+        if not sampling.truncates:
+            return sampling
+        return replace(sampling, sampler_logprobs="truncated", trainer_logprobs="truncated")
 
 
 @dataclass(frozen=True)
@@ -222,6 +237,7 @@ def sample(
             temperature=settings.temperature,
             max_new_tokens=settings.max_new_tokens,
             end_ids=task.end_ids,
+            sampling=settings.sampling,
         )
         completions |= dict(zip(members, sampled, strict=True))
     return [completions[index] for index in range(len(prompts))]
@@ -229,15 +245,28 @@ def sample(
 
 @torch.no_grad()
 def document_logprobs(
-    model: nn.Module, prompt: Sequence[int], completion: Sequence[int], *, temperature: float
+    model: nn.Module,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    *,
+    temperature: float,
+    supports: Sequence[Sequence[int]] = (),
 ) -> Tensor:
     """Log-probabilities of all completion tokens, from one forward pass over the whole document.
+
+    ``supports`` are the tokens over which each is normalized; none: the vocabulary.
 
     Shapes: P prompt and C completion tokens -> [C], in the model's dtype.
     Units:  nats.
     """
     logits_TV = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
-    logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1] / temperature, dim=-1)
+    logits_CV = logits_TV[len(prompt) - 1 : -1] / temperature
+    if supports:
+        outside_CV = torch.ones_like(logits_CV, dtype=torch.bool)
+        for outside_V, ids in zip(outside_CV, supports, strict=True):
+            outside_V[list(ids)] = False
+        logits_CV = logits_CV.masked_fill(outside_CV, -torch.inf)
+    logprobs_TV = torch.log_softmax(logits_CV, dim=-1)
     return logprobs_TV.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
@@ -263,7 +292,10 @@ def sample_batch(
         tokens = task.encode(prompt)
 
         def logprobs(model: nn.Module, tokens: list[int] = tokens, completion: Completion = completion) -> Tensor:
-            return document_logprobs(model, tokens, completion.tokens, temperature=settings.temperature)
+            supports = completion.supports
+            return document_logprobs(
+                model, tokens, completion.tokens, temperature=settings.temperature, supports=supports
+            )
 
         old, ref = logprobs(policy64), logprobs(reference64)
         precision_error = max(precision_error, float((logprobs(warmed.policy) - old).abs().max()))
@@ -282,6 +314,9 @@ def sample_batch(
             }
         )
     batch = RolloutBatch.from_documents(documents, temperature=settings.temperature)
+    batch = replace(batch, sampling=settings.sampling)
+    if settings.sampling.truncates:
+        batch = with_completion_supports(batch, completions)
     trained = batch.loss_mask_T
     assert batch.ref_logprobs_T is not None, "every document has them"
     difference = (batch.ref_logprobs_T - batch.old_logprobs_T)[trained].double()

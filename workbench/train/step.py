@@ -41,16 +41,18 @@ from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepLayout, StepTotals, compute_advantages, step_weights
 from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.support import for_policy
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_json, share_tensors
-from workbench.specs.groups import RoutingSpec
+from workbench.specs.groups import PredictionSpec, RoutingSpec
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
 from workbench.train.own import evaluate_trainer_loss, step_totals
 from workbench.train.pipeline import run_stages, run_stages_forward
+from workbench.train.prediction import prediction_terms, with_prediction_terms, with_predictions
 from workbench.train.routes import StepRoutes, check_routes, routing_totals, with_input_source
 from workbench.train.rows import (
     LocalRow,
@@ -130,7 +132,10 @@ class StepLoss:
     def __call__(self, local: LocalRow, head_output: TokenLogprobs) -> Evaluated:
         """Evaluate the per-token terms and their weighted sums."""
         row = local.row
+        head_output, mass_T = head_output.within_support()
         inputs = loss_inputs(row, head_output, self.totals, local.sums, at_targets(self.frozen_clip_S, row))
+        if mass_T is not None:
+            inputs = replace(inputs, support_mass_T=mass_T)
         if self.dtype is not None:
             inputs = inputs.rounded(self.dtype)
         of_trainer = isinstance(self.loss, TrainerLoss)
@@ -157,7 +162,7 @@ def prepare_rows(
     """
     strategy, layout = choose_strategy(reproducible=spec.reproducible.on), spec.layout
     dtype = DTYPES["float64" if spec.dtypes.compute == "float64" else "float32"]
-    batch = compute_advantages(batch, spec)
+    batch = for_policy(compute_advantages(batch, spec), spec.policy.support)
     if spec.routing.replays:
         check_routes(batch)
     packed = [
@@ -170,6 +175,8 @@ def prepare_rows(
             pair_signs(row.document_ids_T, row.group_ids_T, row.rewards_T, row.loss_mask_T)
     # On all rows, before the split: no denominator is local (DECISIONS.md, row 2).
     weights, totals = step_weights(whole, spec.loss, step_layout=StepLayout(layout.dp, layout.cp))
+    if spec.prediction.on:
+        packed = with_predictions(packed, spec.prediction)
     if spec.routing.on:
         totals = replace(totals, routing=routing_totals(whole, spec.routing))
     documents, numbers, per_rank, rows = number_documents(whole), row_numbers(whole), len(whole) // layout.dp, []
@@ -179,7 +186,8 @@ def prepare_rows(
         whole_row = WholeRow(numbers[at], whole[at], in_dtype, documents[at], plan, mesh["cp"])
         by_name, slots, evaluated_on = strategy.to_split(whole_row)
         by_name = {name: pair.map(lambda values_T: values_T.to(mesh.device)) for name, pair in by_name.items()}
-        rows.append(replace(split_row(row, by_name, slots, plan, mesh, layout), whole=evaluated_on))
+        local = split_row(row, by_name, slots, plan, mesh, layout)
+        rows.append(replace(local, whole=evaluated_on, sampling=batch.sampling))
     return rows, strategy.scaled(totals, whole, weights)
 
 
@@ -197,6 +205,7 @@ def run_step(
     loss_spec: LossSpec | None = None,
     fused: bool = False,
     routing: RoutingSpec | None = None,
+    prediction: PredictionSpec | None = None,
 ) -> StepResult:
     """Compute loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
@@ -213,6 +222,7 @@ def run_step(
         fused: compute loss and gradient in one pass over the head, with a policy that was loaded for it; see
             `workbench.train.fused`.
         routing: the settings of the routers of a mixture of experts, with a policy that was loaded for them.
+        prediction: the settings of layers that predict further tokens, with a policy that was loaded for them.
     """
     mesh, strategy = policy.mesh, choose_strategy(reproducible=policy.exact is not None, fused=fused)
     loss_dtype = policy.dtypes.loss and DTYPES[policy.dtypes.loss]
@@ -224,7 +234,11 @@ def run_step(
         """Evaluate the loss of a row; return it, and a function that measures the row after its backward."""
         step_loss.gradient_tokens = None
         local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
+        if prediction is not None and prediction.on:
+            scalars = with_prediction_terms(scalars, prediction_terms(policy, hidden_TD, local, prediction))
         reached = step_loss.gradient_tokens
+        # here and not after backward, which may shard the head again
+        inputs = local.with_support_measures(inputs, policy, hidden_TD, level)
 
         def measure() -> None:
             parts.append(scalars)
@@ -367,7 +381,8 @@ def row_logprobs(
             if noting is not None and routes is not None:
                 noting.finish(number, routes)
             local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
-            logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
+            policy_logprobs_T = head_output.within_support()[0].logprobs_T
+            logprobs_T = torch.where(local.row.loss_mask_T, policy_logprobs_T, 0.0)
             per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})
     policy.reshard()
     return in_source_order(per_token, policy.mesh, num_source)["logprobs"]

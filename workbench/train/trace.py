@@ -314,7 +314,8 @@ class Marks(NamedTuple):
 
 def fingerprint_gradients(policy: Policy) -> Marks:
     """Fingerprint the current gradients. Collective."""
-    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    named = policy.model.named_parameters()
+    gradients = {name: parameter.grad for name, parameter in named if parameter.requires_grad}
     return Marks(*fingerprints(gradients, policy.shards, policy.mesh))
 
 
@@ -334,11 +335,11 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
         labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
     of_stage, unlike, merged = dict[str, str](), list[str](), dict[str, str]()
     for kind, marks in (("gradient", gradients), ("weight", weights)):
-        of_stage |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in parameters}
+        of_stage |= {f"{kind}/{name}": label(parameters[name].dtype, mark) for name, mark in marks.fingerprints.items()}
         unlike += [f"{kind}/{name}" for name in marks.differing_replicas]
     for there, unlike_there in share_json([of_stage, unlike], policy.mesh):  # two stages may share a parameter
         unlike += [*unlike_there, *(name for name, text in there.items() if merged.setdefault(name, text) != text)]
     names = list(parameters if policy.mesh["pp"].size == 1 else policy.shapes)
-    labels |= {name: merged[name] for name in (f"gradient/{each}" for each in reversed(names))}
+    labels |= {name: merged[name] for name in (f"gradient/{each}" for each in reversed(names)) if name in merged}
     labels |= {name: merged[name] for name in (f"weight/{each}" for each in names)}
     return Certificate(labels, tuple(dict.fromkeys(unlike)))

@@ -192,6 +192,7 @@ def _take_steps(
                     loss_spec=spec.loss,
                     fused=spec.policy.fused_loss,
                     routing=spec.routing,
+                    prediction=spec.prediction,
                 )
             marks = fingerprint_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)

@@ -8,13 +8,15 @@ import pytest
 
 from experiments.benchmarks import launch_overhead
 from experiments.benchmarks.launch_overhead import BARS, format_record, measure, ranks_ready
+from tests.helpers import warm
 from workbench.atomic import from_json, to_json
 from workbench.errors import LaunchError
-from workbench.launch import processes
+from workbench.launch import component, processes
 from workbench.records.provenance import process_alive
 
 
-def test_a_torchx_job_and_the_bare_command_both_run_the_ranks(tmp_path):
+def test_a_torchx_job_and_the_bare_command_both_run_the_ranks(tmp_path, monkeypatch):
+    warm.start_from(monkeypatch, launch_overhead, component)
     for seconds in (launch_overhead._torchx_s, launch_overhead._bare_s):
         run = launch_overhead._run(tmp_path)
         assert 0.0 < seconds(run) < 120.0
@@ -88,6 +90,7 @@ def test_the_record_names_no_machine(monkeypatch):
 
 
 def test_ranks_that_fail_are_no_measurement(tmp_path, monkeypatch):
+    warm.start_from(monkeypatch, launch_overhead)
     monkeypatch.setattr(launch_overhead, "TRIVIAL", "tests.helpers.no_such_worker")
     with pytest.raises(LaunchError, match="No module named"):
         launch_overhead._bare_s(launch_overhead._run(tmp_path))

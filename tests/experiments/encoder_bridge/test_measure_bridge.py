@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from experiments import entries
 from experiments.encoder_bridge import measure_bridge as bridge
+from tests.helpers import warm
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.sharding.bridge import GridGroups
@@ -66,6 +68,7 @@ def test_pairs_match_their_names(ranks, paths):
 
 def test_failing_ranks_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    warm.start_from(monkeypatch, entries)
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         bridge._on(1, "none")
 

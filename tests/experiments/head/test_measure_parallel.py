@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from experiments import entries
 from experiments.head import measure_parallel as head_parallel
+from tests.helpers import warm
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 
@@ -29,6 +31,7 @@ def test_without_the_record_of_one_gpu_there_is_no_page(tmp_path):
 
 def test_failing_ranks_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    warm.start_from(monkeypatch, entries)
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         head_parallel._on(1, "none")
 

@@ -1,9 +1,11 @@
 """The benchmark of sensitivity: its record, its gates, and what they reject."""
 
 import pytest
+import yaml
 
 from experiments.sensitivity import measure as module
 from experiments.sensitivity.gates import GATES
+from workbench.records.provenance import project_root
 from workbench.sensitivity.distances import Apart, Change, Distances
 
 SAME = Apart(0.0, 0.0, 0.0, 1.0, 1.0)
@@ -46,7 +48,14 @@ def test_every_gate_names_its_source_at_a_commit():
         assert ".py" in gate.source
 
 
-def test_the_record_has_both_precisions_the_gates_and_bars():
+LAYOUTS = {"one_rank": {}, "cp2": {"layout": {"cp": 2, "order": "zigzag"}}}
+"""One pair of layouts, in which one of the two faults shows; the benchmark itself measures the whole ablation."""
+
+
+def test_the_record_has_both_precisions_the_gates_and_bars(tmp_path, monkeypatch):
+    whole = yaml.safe_load((project_root() / module.ABLATION).read_text())
+    (tmp_path / "ablation.yaml").write_text(yaml.safe_dump(whole | {"configurations": LAYOUTS, "extra": {}}))
+    monkeypatch.setattr(module, "ABLATION", tmp_path / "ablation.yaml")
     lines = []
     record = module.measure(faults=["missing_cp_factor", "tool_mask_ignored"], report_progress=lines.append)
     for precision in ("float64", "float32"):

@@ -231,3 +231,19 @@ def test_a_clip_decision_that_rounding_could_flip_is_no_difference():
     assert (step.tokens["coefficients"] - other.tokens["coefficients"]).abs().max() > 1e-3
     assert check_step(step).ok
     assert check_step(other).ok
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 3.0])
+def test_what_padding_holds_is_of_no_account(garbage):
+    """Readings that move values of padding onto tokens are no causes, and no error."""
+    values = {name: torch.where(VALUES["token_mask"], v, garbage) for name, v in VALUES.items() if name[-1] == "s"}
+    late = VALUES["old_logprobs"].roll(1, 1)
+    late[:, 0] = 0  # not what padding holds
+    step = dump({"old_logprobs": late})
+    names = ("policy_logprobs", "old_logprobs", "sampler_logprobs", "ref_logprobs")
+    garbled = step.with_tokens(**{name: values[name].reshape(-1) for name in names})
+    check = check_step(garbled)
+    assert check.causes
+    assert check.causes[0].kind == "shift"
+    right = dump()
+    assert check_step(right.with_tokens(**{name: values[name].reshape(-1) for name in names})).ok

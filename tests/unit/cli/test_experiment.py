@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from tests.helpers import comparisons
+from tests.helpers import comparisons, warm
 from tests.helpers.hand_made import make_project, make_run
 from workbench import experiment
 from workbench.cli import experiment as verb
@@ -108,7 +108,9 @@ def test_runs_without_certificates_are_refused(ran, tmp_path, capsys):
     assert "no certificates in one of them" in capsys.readouterr().err
 
 
-def test_writes_the_page_from_the_saved_comparison(tmp_path, capsys):
+def test_writes_the_page_from_the_saved_comparison(tmp_path, capsys, monkeypatch):
+    warm.kernels(tmp_path / "jupyter")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     comparison = comparisons.layout_parity()
     comparison.save(tmp_path / "comparison.json")
     assert main(["report", str(tmp_path)]) == 0

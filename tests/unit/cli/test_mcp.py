@@ -12,6 +12,7 @@ from anyio.from_thread import start_blocking_portal
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
+from tests.helpers import warm
 from tests.helpers.hand_records import make_record
 from workbench.cli import main
 from workbench.cli.mcp import _result, _tool
@@ -41,8 +42,8 @@ def wire(tmp_path_factory):
 @pytest.fixture(scope="module")
 def call(wire):
     """A function that calls a tool, or lists them, in one server."""
-    serve = shlex.join([sys.executable, "-m", "workbench", "mcp", "--folder", str(ROOT)])
-    kept = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    serve = shlex.join([warm.python(), "-m", "workbench", "mcp", "--folder", str(ROOT)])
+    kept = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     server = StdioServerParameters(command="sh", args=["-c", f"{serve} | tee {shlex.quote(str(wire))}"], env=kept)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(Client(server)) as client:
 

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from tests.helpers.vacuous_rollouts import rollouts
+from tests.unit.rollouts.test_engine_client import served
+from tests.unit.rollouts.test_engine_responses import PROMPT, VLLM, response
 from workbench.cli import main
 from workbench.cli.rollouts import check, import_
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts import files
+from workbench.rollouts.importers import load_rollouts
+from workbench.rollouts.sampling import Sampling
 
 RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5, "old_logprobs": [-1.0, -3.0]}
 ARRAYS = {
@@ -35,6 +39,20 @@ def test_jsonl_becomes_a_rollout_dataset(tmp_path, capsys):
     assert line == ["old_logprobs_T", "nats", "trained", "tokens", "-3", "-2", "-1"]
     assert "rewards: 1 of 0, 1 of 1" in shown
     assert "1 groups have different rewards" in shown
+
+
+def test_an_import_states_what_the_log_probabilities_are(tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text(json.dumps(RECORD | {"support_ids": [[10, 8], [11]]}))
+    flags = ["--top-p", "0.9", "--sampler-mode", "processed_logprobs", "--trainer-mode", "truncated"]
+    assert main(["rollouts", "import", str(source), str(output), *flags]) == 0
+    assert files.load(output).sampling == Sampling(
+        top_p=0.9, sampler_logprobs="truncated", trainer_logprobs="truncated"
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sampling: top_p 0.9, sampler_logprobs truncated, trainer_logprobs truncated" in printed
+    assert main(["rollouts", "import", str(source), str(tmp_path / "x"), "--sampler-mode", "raw_logits"]) == 2
+    assert "their normalizer is not reported" in " ".join(capsys.readouterr().err.split())
 
 
 def test_parquet_becomes_a_rollout_dataset(tmp_path):
@@ -155,3 +173,20 @@ def test_check_lists_absent_fields(tmp_path, capsys):
     assert "no group ids" in shown
     (line,) = [line.split() for line in shown.splitlines() if line.startswith("old_logprobs_T")]
     assert line[-3:] == ["-", "-", "-"]
+
+
+def test_a_dataset_is_scored_by_an_engine(tmp_path, capsys):
+    """A local server with a documented response; tests/engines has a real one."""
+    document = {
+        "prompt_tokens": PROMPT[:2],
+        "completion_tokens": PROMPT[2:],
+        "advantage": 0.5,
+        "old_logprobs": [-1, -2],
+    }
+    load_rollouts([document]).save(tmp_path / "recorded")
+    with served(response(VLLM, "scored")) as (address, _):
+        assert main(["rollouts", "score", str(tmp_path / "recorded"), str(tmp_path / "scored"), address]) == 0
+    batch = files.load(tmp_path / "scored")
+    assert batch.sampler_logprobs_T.tolist() == [0.0, 0.0, -0.75, -1.25]
+    assert batch.sampling.sampler_logprobs == "raw"
+    assert "sampler_logprobs raw" in capsys.readouterr().out

@@ -198,9 +198,50 @@ def test_a_metric_of_parts_is_compared_where_both_runs_divide_their_steps_alike(
     of_parts = tokens() | {"rows": torch.tensor([0] * 9 + [1] * 9)}
     right = make_record(tokens=of_parts, partial_metrics=("loss/kl",))
     metrics = right.steps[0].metrics | {"loss/kl": 0.08}
-    step = compare_records(right, make_record(tokens=of_parts | {"rows": torch.tensor(rows)}, metrics=metrics)).first
+    other = make_record(tokens=of_parts | {"rows": torch.tensor(rows)}, metrics=metrics, partial_metrics=("loss/kl",))
+    step = compare_records(right, other).first
     assert step.compared_metrics == compared
     assert ("loss/kl" in step.metrics) == (compared == 3)
+
+
+def test_a_metric_of_a_part_is_not_compared_with_one_of_the_step():
+    of_parts = tokens() | {"rows": torch.tensor([0] * 9 + [1] * 9)}
+    right = make_record(tokens=of_parts, partial_metrics=("loss/kl",))
+    of_step = make_record(tokens=of_parts, metrics=right.steps[0].metrics | {"loss/kl": 0.08})
+    assert not compare_records(right, of_step).first.differs
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "sampler_logprobs"])
+@pytest.mark.parametrize(("moved", "told"), [(0.01, False), (2.0, True)])
+def test_other_forward_passes_may_be_rounded_where_policies_agree_bit_for_bit(name, moved, told):
+    torch.manual_seed(0)
+    text = tokens() | {
+        "ref_logprobs": tokens()["policy_logprobs"] - 0.3,
+        "sampler_logprobs": tokens()["policy_logprobs"],
+    }
+    turned = text | {name: text[name] + moved * torch.randn(len(text[name])).to(text[name].dtype)}
+    step = compare_records(bf16(tokens=text), bf16(tokens=turned, loss=0.5003)).first
+    assert bool(step.differs) == told, step.differs
+    assert step.noise.same_forward == told
+
+
+def test_many_small_changes_of_a_reference_are_no_rounding():
+    """Each is within the tolerance of a token, and all of them are beyond what rounding is on average."""
+    text = tokens() | {"ref_logprobs": tokens()["policy_logprobs"] - 0.3}
+    moved = text["ref_logprobs"] * 1.0 - 0.05 * (1 + text["ref_logprobs"].abs())
+    step = compare_records(bf16(tokens=text), bf16(tokens=text | {"ref_logprobs": moved})).first
+    assert int(step.tokens["ref_logprobs"].sum()) > len(moved) / 2
+
+
+def test_values_of_a_critic_may_be_rounded_where_policies_agree_bit_for_bit():
+    """A term that was computed from nothing that was noted has the noise of its own forward pass."""
+    text = tokens() | {"losses": tokens()["policy_logprobs"] * 0.1}
+    rounded = text | {"losses": text["losses"] * 1.001}
+    metrics = {"loss/value": 0.3}
+    right = bf16(tokens=text, metrics=metrics)
+    assert not compare_records(right, bf16(tokens=rounded, metrics={"loss/value": 0.3003})).first.differs
+    assert "metrics" in compare_records(right, bf16(tokens=rounded, metrics={"loss/value": 0.33})).first.differs
+    assert "metrics" in compare_records(right, bf16(tokens=text, metrics={"loss/value": 0.3003})).first.differs
 
 
 def test_a_likelihood_has_no_old_policy_and_no_advantages():

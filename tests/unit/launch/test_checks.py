@@ -41,6 +41,7 @@ def check(settings, where="processes", gpus=(), project=PROJECT):
         ({"data": {"path": "data/none"}}, SpecError, "data.path = 'data/none'"),
         ({"model": {"source": "data/arithmetic/none"}}, SpecError, "model.source = 'data/arithmetic/none'"),
         ({"model": {"source": "data/none"}}, SpecError, "model.source = 'data/none'"),
+        ({"lora": {"source": "adapters/none"}}, SpecError, "lora.source = 'adapters/none'"),
         ({"model": {"tied": True}}, SpecError, "a checkpoint defines whether its head is tied"),
         ({"loss": {"name": "none.py:mine"}}, SpecError, "loss.name = 'none.py:mine'"),
         ({"device": "cuda"}, LaunchError, "0 of 1 GPU here"),

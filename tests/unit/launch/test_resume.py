@@ -262,6 +262,19 @@ def test_another_content_is_another_identity(project, name):
     assert identity(project) != before
 
 
+def test_another_adapter_is_another_identity(project):
+    spec, folder = SPEC.merged({"lora": {"source": "adapters/own"}}), project / "adapters/own"
+    with pytest.raises(SpecError, match=r"lora\.source = 'adapters/own'\n  found: no adapter_config\.json"):
+        identity(project, spec)
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}')
+    (folder / "adapter_model.safetensors").write_text("weights")
+    before = identity(project, spec)
+    assert before != identity(project) | {"adapter": ""}
+    (folder / "adapter_model.safetensors").write_text("changed")
+    assert identity(project, spec) != before
+
+
 def test_equal_content_has_one_identity_in_any_place(project):
     before = identity(project)
     (project / "data/own").rename(project / "data/copy")

@@ -143,4 +143,4 @@ def test_a_setting_is_as_its_class_says():
     assert high.default == {kind: SURROGATES[kind]().clip_high for kind in high.kinds}
     assert names["loss.surrogate.dual_clip"].kind == "number, greater than 1 or none"
     assert names["layout"].settings[0] == "layout.dp"
-    assert names["faults"].choices[0] == "advantages_normalised_twice"
+    assert names["faults"].choices[0] == "adapter_counted_by_every_tp_rank"

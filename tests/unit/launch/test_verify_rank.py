@@ -99,3 +99,12 @@ def test_two_ranks_train_like_one(batches, tmp_path):
         for weights, same in result.values():
             assert same
             assert (weights - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_adapters_alone_are_trained_and_compared(batches):
+    start, model = make_model(TASK.model, CPU, lora_r=2), make_model(TASK.model, CPU, lora_r=2)
+    result = train(model, on_whole_rows(torch.arange(2)), batches, TASK, mesh=single_process_mesh())
+    moved = {n for (n, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)}
+    assert moved == {n for n, value in model.named_parameters() if ".lora_" in n}
+    assert len(moved) == 2 * 3 * 7
+    assert all(norm > 0 for norm in result["gradient_norms"])

@@ -11,7 +11,8 @@ from tests.oracles.surrogates import counted
 from tests.oracles.surrogates import positive_nll as oracle
 from workbench.errors import SpecError
 from workbench.losses import LossInputs
-from workbench.losses.direct import cispo, importance_sampling, on_policy, positive_nll, reinforce
+from workbench.losses.direct import cispo, importance_sampling, on_policy, positive_nll, reinforce, sft
+from workbench.policy.logprobs.reference import token_logprobs_from_logits
 
 CASES = [
     ("importance_sampling", {}),
@@ -72,6 +73,30 @@ def test_a_zero_advantage_survives_a_ratio_that_overflows(surrogate):
     term = surrogate(LossInputs(policy_T, torch.full((1,), -200.0), torch.zeros(1)))
     term.values_T.sum().backward()
     assert (term.values_T.item(), policy_T.grad.item()) == (0.0, 0.0)
+
+
+def test_label_smoothing_mixes_the_label_with_the_mean_over_the_vocabulary():
+    logits_TV = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    targets_T, zero_T = torch.tensor([0, 6, 3, 2]), torch.zeros(4, dtype=torch.float64)
+    output = token_logprobs_from_logits(logits_TV, targets_T, outputs=("logsumexp", "mean_logit"))
+    inputs = LossInputs(
+        output.logprobs_T,
+        zero_T,
+        zero_T,
+        logsumexp_T=output.logsumexp_T,
+        mean_logit_T=output.mean_logit_T,
+        loss_mask_T=torch.tensor([True, True, False, True]),
+    )
+    values_T = sft(inputs, label_smoothing=0.2).values_T
+    expected_T = torch.nn.functional.cross_entropy(logits_TV, targets_T, label_smoothing=0.2, reduction="none")
+    torch.testing.assert_close(values_T, expected_T * inputs.counts_T, rtol=1e-14, atol=1e-14)
+    mine, theirs = (
+        torch.autograd.grad(x_T.sum(), logits_TV, retain_graph=True)[0]
+        for x_T in (values_T, expected_T * inputs.counts_T)
+    )
+    torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=1e-14)
+    with pytest.raises(SpecError, match="label_smoothing"):
+        sft(LossInputs(zero_T, zero_T, zero_T), label_smoothing=0.2)
 
 
 def test_sft_is_the_oracle_and_its_gradient_the_slope():

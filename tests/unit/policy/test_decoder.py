@@ -139,7 +139,7 @@ class TestFormsOfACheckpoint:
 
     def test_an_adapter(self, tmp_path):
         (tmp_path / "adapter_config.json").write_text("{}")
-        with pytest.raises(SpecError, match=r"an adapter(?s:.)*merge_and_unload"):
+        with pytest.raises(SpecError, match=r"an adapter(?s:.)*lora\.source"):
             load_decoder(str(tmp_path))
 
     def test_a_folder_of_checkpoints(self, tmp_path):

@@ -228,3 +228,33 @@ def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis():
     spec = RunSpec(loss={"name": "grpo"}, faults=["expert_gradients_times_ep"])
     proof = prove(spec, invariants=["pipeline", "expert_degree"], rounds=1)
     assert proof.broken == ("expert_degree",), proof
+
+
+@pytest.mark.parametrize("fault", ["routes_shifted_by_one", "routes_of_another_layer"])
+def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault):
+    proof = prove(RunSpec(loss={"name": "grpo"}, faults=[fault]), invariants=["expert_degree", "routes"], rounds=1)
+    assert proof.broken == ("routes",), proof
+
+
+def test_a_trainers_own_step_replays_routes():
+    def loss(row, outputs, totals):
+        return -(outputs.policy_logprobs_T * row.advantages_T)[row.loss_mask_T].sum() / totals.tokens
+
+    assert not prove(loss, engine="sum", invariants=["routes"], rounds=2).broken
+
+
+def test_a_run_with_adapters_is_proved_with_them_everywhere(documents):
+    spec = RunSpec(loss={"name": "grpo"}, lora={"r": 3, "lora_alpha": 6, "target_modules": ["no_such_layer"]})
+    run = one_row(documents, mixture=True).spec(spec)
+    assert (run.lora.r, run.lora.scale, run.lora.init_lora_weights) == (3, 2, "random")
+    outcome = perform(WorkbenchSubject("grpo", spec, build_loss(spec.loss)), one_row(documents))
+    assert len(outcome.gradients) == 2 * (3 * 7 + 1)
+    assert all(value.norm() > 0 for value in outcome.gradients.values())
+    assert not RunSpec().lora.on
+    assert one_row(documents).spec(RunSpec()).lora == RunSpec().lora
+
+
+@pytest.mark.parametrize("fault", ["adapter_factor_not_summed_over_tp", "adapter_counted_by_every_tp_rank"])
+def test_a_wrong_adapter_is_refuted(fault):
+    spec = RunSpec(loss={"name": "grpo"}, lora={"r": 2}, faults=[fault])
+    assert not prove(spec, invariants=["tp"], rounds=1).ok

@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "tp": {"tp", "sequence_parallel"},
     "pipeline": {"pp", "schedule", "stages_per_rank"},
     "expert_degree": {"ep"},
+    "routes": {"ep", "replay"},
     "head_chunking": {"chunk_tokens", "fused"},
     "padding": {"multiple_of"},
     "masked_rows": {"documents", "rows"},

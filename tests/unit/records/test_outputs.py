@@ -124,3 +124,40 @@ def test_ranks_are_put_together_and_one_that_saw_nothing_leaves_nothing(batch, t
     assert both["rows"] == 2 * seen["rows"]
     assert both["values"] == [2 * each for each in seen["values"]]
     assert of_all_ranks([seen, {}]) == {}
+
+
+@pytest.mark.parametrize("bonus", [0.02, 0.5, -0.5])
+def test_an_entropy_is_read_next_to_weights(bonus):
+    """Weights are those of the likelihood alone, also where the entropy pulls harder; a weight of 0 has no target."""
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(ROWS, WIDE, VOCABULARY)).requires_grad_()
+    targets, weights = torch.randint(0, VOCABULARY, (ROWS, WIDE)), torch.randn(ROWS, WIDE)
+    weights[0, :2] = 0.0
+    seen = Outputs()
+    seen.see(logits)
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    (-(weights * logprobs.gather(-1, targets[..., None])[..., 0]).sum() - bonus * entropy).backward()
+    found = seen.finish()
+    assert found["likelihoods"] == 1.0
+    assert found["bonus"] == pytest.approx(bonus, rel=1e-4)
+    [rows] = found["rows"]
+    for at, row in enumerate(rows):
+        known = dict(zip(ROW, row, strict=True))
+        assert known["weight"] == pytest.approx(float(weights[at].sum()), abs=1e-4)
+        assert known["size"] == pytest.approx(float(weights[at].abs().sum()), abs=1e-4)
+        assert known["clear"] <= WIDE - (2 if at == 0 else 0)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_targets_are_found_among_the_ids(shift):
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (ROWS, WIDE))
+    logits = torch.randn(ROWS, WIDE, VOCABULARY, requires_grad=True)
+    seen = Outputs()
+    seen.see(logits, ids=ids)
+    kept = WIDE - shift
+    logits[:, :kept].log_softmax(-1).gather(-1, ids[:, shift:, None]).sum().backward()
+    clear, *at = seen.finish()["after"]
+    assert clear == at[shift] == ROWS * kept
+    assert max(count for k, count in enumerate(at) if k != shift) < clear / 4

@@ -10,10 +10,18 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.comparisons import layout_parity
 from workbench.errors import RecordError
 from workbench.report import notebook as module
 from workbench.report.notebook import write_notebook
+
+
+@pytest.fixture(autouse=True)
+def _warm_kernel(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("jupyter")
+    warm.kernels(folder)
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
 
 
 def test_every_cell_was_executed_and_shows_this_comparison(tmp_path, capfd):

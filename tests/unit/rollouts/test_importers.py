@@ -8,10 +8,12 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from workbench.errors import RecordError, ShapeError
+from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.importers import load_rollouts
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import MASS, SUPPORT
 
 RECORDS = [
     {
@@ -307,3 +309,89 @@ def test_missing_old_logprobs_are_explained():
         ShapeError, match=r"no old_logprobs \(TRL's old_per_token_logps\)(?s:.)*policy is the one that sampled"
     ):
         load_rollouts(TRL | {"old_per_token_logps": None})
+
+
+# ---- truncated supports ----------------------------------------------------------------------------------
+
+TRUNCATED = Sampling(top_p=0.9, sampler_logprobs="truncated")
+WITH_SUPPORT = [
+    {
+        "prompt_ids": [5, 6],
+        "completion_ids": [7, 2],
+        "old_logprobs": [-1.0, -2.0],
+        "sampler_logprobs": [-0.5, 0.0],
+        "advantage": 1.0,
+        "support_ids": [[7, 9, 3], [2]],
+        "support_mass": [0.9, 0.95],
+    },
+    {
+        "prompt_ids": [5],
+        "completion_ids": [9, 4],
+        "old_logprobs": [-1.0, -1.0],
+        "sampler_logprobs": [-1.0, -1.0],
+        "advantage": -1.0,
+        "support_ids": [None, [4, 8]],
+        "support_mass": [1.0, 0.9],
+    },
+]
+TABLE = [[-1] * 3, [-1] * 3, [7, 9, 3], [2, -1, -1], [-1] * 3, [-1] * 3, [4, 8, -1]]
+MASSES = [1.0, 1.0, 0.9, 0.95, 1.0, 1.0, 0.9]
+
+
+def padded():
+    """The same documents as padded arrays."""
+    return {
+        "prompt_ids": [[5, 6], [0, 5]],
+        "prompt_mask": [[1, 1], [0, 1]],
+        "completion_ids": [[7, 2], [9, 4]],
+        "completion_mask": [[1, 1], [1, 1]],
+        "old_logprobs": [[-1.0, -2.0], [-1.0, -1.0]],
+        "sampler_logprobs": [[-0.5, 0.0], [-1.0, -1.0]],
+        "advantages": [1.0, -1.0],
+        "support_ids": [[[7, 9, 3], [2, -1, -1]], [[-1, -1, -1], [4, 8, -1]]],
+        "support_mass": [[0.9, 0.95], [1.0, 0.9]],
+    }
+
+
+@pytest.mark.parametrize("form", ["records", "jsonl", "arrays", "npz"])
+def test_supports_come_with_their_tokens(form, tmp_path):
+    source = WITH_SUPPORT if form == "records" else padded()
+    if form == "jsonl":
+        source = tmp_path / "rollouts.jsonl"
+        source.write_text("\n".join(map(json.dumps, WITH_SUPPORT)))
+    elif form == "npz":
+        source = tmp_path / "rollouts.npz"
+        np.savez(source, **{name: np.array(values) for name, values in padded().items()})
+    batch = load_rollouts(source, sampling=TRUNCATED)
+    assert batch.sampling == TRUNCATED
+    assert batch.extensions[SUPPORT].values.tolist() == TABLE
+    assert batch.extensions[MASS].values.tolist() == pytest.approx(MASSES, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"support_ids": [[7]]}, "1 lists"),
+        ({"support_ids": [[7], [-2]]}, "vocabulary ids, whole numbers from 0"),
+        ({"support_ids": [[8], [2]]}, "1 of 4 trained tokens outside their own support"),
+        ({"support_mass": [0.9]}, "1 values"),
+        ({"support_mass": [1.9, 1.0]}, "probabilities"),
+        ({"support_ids": None}, "a mass is that of a support"),
+    ],
+)
+def test_supports_that_are_none_are_refused(change, message):
+    first, second = WITH_SUPPORT
+    with pytest.raises(RecordError, match=message):
+        load_rollouts([first | change, second | ({"support_ids": None} if change == {"support_ids": None} else {})])
+
+
+def test_padded_supports_of_another_shape_are_refused():
+    with pytest.raises(ShapeError, match=r"shape \[2, 2\](.|\n)*\[B, C, K\]"):
+        load_rollouts(padded() | {"support_ids": [[7, 2], [9, 4]]})
+
+
+def test_a_rollout_dataset_has_its_own_sampling(tmp_path):
+    load_rollouts(WITH_SUPPORT, sampling=TRUNCATED).save(tmp_path / "saved")
+    assert load_rollouts(tmp_path / "saved").sampling == TRUNCATED
+    with pytest.raises(SpecError, match="with sampling"):
+        load_rollouts(tmp_path / "saved", sampling=TRUNCATED)

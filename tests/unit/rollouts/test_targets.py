@@ -7,7 +7,7 @@ import torch
 
 from workbench.errors import ShapeError
 from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
-from workbench.rollouts.targets import shift_targets
+from workbench.rollouts.targets import shift_targets, tokens_ahead
 
 
 def make_row() -> RolloutBatch:
@@ -147,3 +147,25 @@ def test_model_inputs_stay_at_their_own_token():
     shifted = shift_targets(replace(make_row(), extensions=both))
     assert shifted.extensions["input"].tolist() == values.tolist()
     assert shifted.extensions["target"].tolist() == [-1, 4, -1, -1, 6, -1, -1, -1]
+
+
+def test_tokens_ahead_end_with_their_document_at_every_depth():
+    tokens_TK, counts_TK = tokens_ahead(shift_targets(make_row()), 2)
+    assert tokens_TK.tolist() == [
+        [7, 2, PADDING],
+        [2, PADDING, PADDING],
+        [PADDING] * 3,
+        [PADDING] * 3,  # a document of one token
+        [9, PADDING, PADDING],
+        *[[PADDING] * 3] * 3,
+    ]
+    assert counts_TK.nonzero().tolist() == [[0, 0]]  # of documents of 3, 1 and 2 tokens, one has a second token ahead
+
+
+def test_tokens_ahead_count_where_their_own_token_trains():
+    batch = RolloutBatch.from_documents(
+        [{"tokens": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 0, 1, 1], "advantages": 1.0, "old_logprobs": [0.0] * 5}]
+    )
+    tokens_TK, counts_TK = tokens_ahead(shift_targets(batch), 2)
+    assert tokens_TK[:, 2].tolist() == [4, 5, PADDING, PADDING, PADDING]
+    assert counts_TK.tolist() == [[False, True], [True, True], [True, False], [False, False], [False, False]]

@@ -12,11 +12,12 @@ import pytest
 
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
-from workbench.specs.groups import RoutingSpec
+from workbench.specs.groups import PredictionSpec, RoutingSpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
-from workbench.specs.run import RunSpec
+from workbench.specs.run import ADDED_PARAMETERS, RunSpec
 from workbench.systems import replay
 from workbench.systems.registry import load_system
 
@@ -50,6 +51,9 @@ def renamed(settings, prefix=""):
         group, _, parameter = name.partition(".")
         if group == "surrogate" and parameter not in SURROGATES[kind].model_fields:
             assert value is None, f"{key} = {value!r} has no place in {kind}"
+        elif group == "surrogate" and parameter in ADDED_PARAMETERS.get(kind, {}):
+            assert value is None, f"{key} = {value!r} was not a parameter of {kind}"
+            found[key] = ADDED_PARAMETERS[kind][parameter]
         elif key.startswith(prefix):
             found[prefix + MOVED.get(name, name)] = value
         else:
@@ -76,6 +80,10 @@ NEWER = (
     | {"layout.stage_layers": []}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
+    | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
+    | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
+    | {"policy.support": "whole"}
+    | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""

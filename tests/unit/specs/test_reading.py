@@ -86,14 +86,6 @@ class TestRefusals:
                 },
                 r"routing\.bias_step with online\.task",
             ),
-            (
-                {
-                    "routing": {"replay": "recorded"},
-                    "online": {"task": "arithmetic"},
-                    "data": {"advantages": {"name": "grpo"}},
-                },
-                r"routing\.replay 'recorded' with online\.task: the sampler notes no routes",
-            ),
             ({"routing": {"replay": "old"}}, r"routing\.replay 'old' without a pass"),
         ],
         ids=lambda value: "" if isinstance(value, str) else None,
@@ -101,6 +93,56 @@ class TestRefusals:
     def test_routing_that_is_not_supported_is_refused_by_name(self, settings, text):
         with pytest.raises(SpecError, match=text):
             parse_spec(RunSpec, settings, where="here")
+
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"prediction": {"coefficient": 0.2}}, r"prediction\.coefficient is of layers that there are not"),
+            (
+                {
+                    "prediction": {"depths": 1},
+                    "online": {"task": "arithmetic"},
+                    "data": {"advantages": {"name": "grpo"}},
+                },
+                r"prediction\.depths with online\.task",
+            ),
+            (
+                {"prediction": {"depths": 1}, "reproducible": {"block_tokens": 8}},
+                r"prediction\.depths with the reproducible mode",
+            ),
+            (
+                {"prediction": {"depths": 1}, "layout": {"shard_parameters": True}},
+                r"prediction\.depths with layout\.shard_parameters",
+            ),
+            ({"prediction": {"depths": 1}, "lora": {"r": 2}}, r"prediction\.depths with lora"),
+            ({"prediction": {"depths": 1}, "record": {"trace_tokens": 1}}, r"prediction\.depths with record\.trace"),
+            (
+                {
+                    "loss": {"name": "sft", "surrogate": {"label_smoothing": 0.1}},
+                    "reproducible": {"block_tokens": 8},
+                },
+                r"label_smoothing: this mode has no mean of the logits",
+            ),
+            (
+                {"loss": {"name": "sft", "surrogate": {"label_smoothing": 0.1}}, "policy": {"support": "recorded"}},
+                r"label_smoothing with policy\.support 'recorded'",
+            ),
+            ({"loss": {"surrogate": {"label_smoothing": 0.1}}}, "label_smoothing is not used by the surrogate 'ppo'"),
+        ],
+        ids=lambda value: "" if isinstance(value, str) else None,
+    )
+    def test_prediction_and_smoothing_that_are_not_supported_are_refused_by_name(self, settings, text):
+        with pytest.raises(SpecError, match=text):
+            parse_spec(RunSpec, settings, where="here")
+
+    def test_settings_that_were_added_later_do_not_rename_a_run_at_their_defaults(self):
+        """The identity of a run of `sft` is that of a run from before its label smoothing; with smoothing it is not."""
+        spec = parse_spec(RunSpec, {"loss": {"name": "sft"}}, where="here")
+        assert "label_smoothing" not in spec.canonical()
+        assert "prediction" not in spec.canonical()
+        smoothed = spec.merged({"loss": {"surrogate": {"label_smoothing": 0.1}}})
+        assert smoothed.content_hash() != spec.content_hash()
+        assert spec.merged({"prediction": {"depths": 1}}).content_hash() != spec.content_hash()
 
     def test_pipeline_ranks_are_counted_and_shown(self):
         settings = {"dp": 2, "pp": 2, "pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}

@@ -99,6 +99,24 @@ class TestReproducible:
         assert on.content_hash() != RunSpec().content_hash()
 
 
+class TestTruncatedSampler:
+    ONLINE: ClassVar = {"online": {"task": "arithmetic"}, "data": {"advantages": {"name": "grpo"}}}
+
+    def test_an_online_run_without_it_is_the_one_that_it_was(self):
+        """The hash is that of the code before the settings of a truncated sampler."""
+        assert RunSpec.model_validate(self.ONLINE).content_hash() == "07a4d117"
+
+    @pytest.mark.parametrize("more", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"sampler_logprobs": "raw"}])
+    def test_each_setting_is_part_of_the_identity(self, more):
+        plain = RunSpec.model_validate(self.ONLINE)
+        spec = plain.merged({"online": more})
+        assert parse_spec(RunSpec, json.loads(spec.canonical()), where="canonical") == spec
+        assert spec.content_hash() != plain.content_hash()
+
+    def test_the_support_of_the_policy_is_part_of_the_identity(self):
+        assert RunSpec(policy={"support": "recorded"}).content_hash() != RunSpec().content_hash()
+
+
 class TestCertified:
     @pytest.mark.parametrize(
         ("reproducible", "asked", "expected"),

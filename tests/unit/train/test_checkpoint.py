@@ -14,8 +14,9 @@ from tests.helpers.online_runs import done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import differing
 from workbench import atomic as whole_files
-from workbench.errors import RecordError
+from workbench.errors import RecordError, SpecError
 from workbench.policy.decoder import load_decoder
+from workbench.policy.lora import merged_weights
 from workbench.policy.model import load_policy
 from workbench.policy.sampling import Sampler, by_uniforms
 from workbench.records.directory import RunDirectory
@@ -24,6 +25,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.gradients import copy_local_part, full_tensor, full_weights
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.groups import LayoutSpec
 from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
 from workbench.train import checkpoint
@@ -392,6 +394,75 @@ def test_only_the_requested_checkpoints_are_kept(tmp_path):
         trained_policy(run)
 
 
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+LORA = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj", "o_proj", "lm_head"]}
+OF_EXPERTS = LORA | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+def test_a_checkpoint_of_adapters_does_not_depend_on_the_layout(tmp_path):
+    spec, results = spec_of(model={"source": "tiny-qwen3-moe"}, precision="float32", lora=OF_EXPERTS), {}
+    for name, sizes in {"one": {}, "tp2": {"tp": 2}, "ep2": {"dp": 2, "ep": 2}, "pp2": {"pp": 2}}.items():
+        run = RunDirectory.create(tmp_path / name, "run", spec)
+
+        def save(mesh, run=run):
+            policy, optimizer = held(spec.model_copy(update={"layout": LayoutSpec(pp=mesh["pp"].size)}), mesh)
+            trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+            for number, each in enumerate(policy.lora.trained):  # the same gradients in every layout
+                if (parameter := trained.get(each)) is not None:
+                    draw = torch.Generator().manual_seed(number)
+                    whole = torch.randn(policy.shapes[each], generator=draw)
+                    parameter.grad = torch.zeros_like(parameter)
+                    copy_local_part(parameter.grad, whole, policy.shards[each], mesh)
+            optimizer.step()
+            save_checkpoint(run, 1, policy, optimizer)
+            again, fresh = held(spec.model_copy(update={"layout": LayoutSpec(pp=mesh["pp"].size)}), mesh)
+            load_checkpoint(run.checkpoints()[1], again, fresh)
+            assert not differing(
+                dict(again.model.named_parameters()), {k: v.detach() for k, v in policy.model.named_parameters()}
+            )
+            assert optimizer.state_dict()["state"].keys() == fresh.state_dict()["state"].keys()
+
+        simulate(save, **sizes)
+        folder = run.checkpoints()[1]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "optimizer.safetensors",
+        ]
+        results[name] = load_file(folder / "adapter_model.safetensors") | load_file(folder / "optimizer.safetensors")
+    for name, result in results.items():
+        assert not differing(result, results["one"]), name
+
+
+def test_a_resumed_run_with_adapters_matches_an_uninterrupted_one(tmp_path):
+    settings = {"precision": "float32", "record": {"checkpoint_every": 1}, "lora": LORA, "steps": 3}
+    whole = done(tmp_path / "whole", **settings)
+    half = done(tmp_path / "half", **settings | {"steps": 2})
+    shutil.copytree(half.path, tmp_path / "whole" / half.path.name)
+    rest = done(tmp_path / "whole", "rest", continues=half.path.name, **settings)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert not differing(load_file(rest.checkpoints()[3] / name), load_file(whole.checkpoints()[3] / name)), name
+    assert rest.steps()[2]["loss/total/sum"] == whole.steps()[2]["loss/total/sum"]
+
+
+def test_the_trained_policy_has_its_adapters_merged(tmp_path):
+    run = done(tmp_path, steps=2, record={"checkpoint_every": 2}, lora=LORA)
+    model = trained_policy(run)
+    policy = build_policy(run.spec, single_process_mesh(), Path(), temperature=1.0)
+    load_checkpoint(run.checkpoints()[2], policy, build_optimizer(policy, run.spec))
+    weights = merged_weights(policy.lora, {k: v.detach() for k, v in policy.model.named_parameters()})
+    assert not differing(dict(model.named_parameters()), weights)
+    assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_a_checkpoint_of_other_adapters_is_refused(tmp_path):
+    run = done(tmp_path, steps=1, record={"checkpoint_every": 1}, lora=LORA)
+    spec = spec_of(lora=LORA | {"target_modules": ["q_proj"]})
+    with pytest.raises(SpecError, match=r"continue from step0001\n.*with .*lm_head\.lora_A"):
+        load_checkpoint(run.checkpoints()[1], *held(spec))
+
+
 # ---- the policy that was trained ---------------------------------------------------------------------------------
 
 
@@ -471,6 +542,7 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "stages_per_rank": 2,
             },
             "kernels": {"norm": "compiled"},
+            "lora": {"r": 3},
             "routing": {"z": 0.1},
         }
     )
@@ -493,6 +565,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "pipeline_schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
         "routing": True,
+        "lora": spec.lora,
     }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"

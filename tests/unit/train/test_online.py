@@ -16,17 +16,21 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.online_runs import Digits, done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import same_bits
+from tests.oracles.truncation import kept
 from workbench.diagnose import diagnose
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.evidence import Evidence
+from workbench.metrics.step import SAMPLER_MOVED
 from workbench.policy.decoder import load_decoder, tiny_qwen3
 from workbench.policy.precision import lift_to_float64
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import MASS, SUPPORT, for_policy
 from workbench.rollouts.task import SYMBOLS
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import make_mesh, single_process_mesh
@@ -34,6 +38,7 @@ from workbench.sharding.simulated import simulate
 from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
+from workbench.train import online
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
 from workbench.train.online import (
@@ -208,6 +213,58 @@ def test_the_old_policy_may_be_the_sampler():
     assert 1e-4 < (lower.old_logprobs_T - lower.sampler_logprobs_T).abs().max() < 0.5
 
 
+TOP_P = {"top_p": 0.7, "top_k": 9, "temperature": 0.8}
+
+
+def test_a_truncated_sampler_records_the_tokens_that_it_kept():
+    """Its own program on padded rows against a stock model, one document at a time."""
+    batch = sampled(seed=3, online=TOP_P, policy={"support": "recorded"})
+    assert batch.sampling == Sampling(9, 0.7, 0.0, "truncated", "truncated")
+    ids_TK, mass_T = (batch.extensions[name].values for name in (SUPPORT, MASS))
+    model, sizes = lift_to_float64(load_decoder("tiny-qwen3").eval()), []
+    for prompt, answer, places in documents(batch):
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        probs_TV = torch.softmax(logits_TV[len(prompt) - 1 : -1] / 0.8, dim=-1)
+        for place, token, probs_V in zip(places.tolist(), answer, probs_TV, strict=True):
+            support = {token for token in ids_TK[place].tolist() if token >= 0}
+            assert support == kept(probs_V.tolist(), top_k=9, top_p=0.7)
+            assert token in support
+            mass = float(probs_V[sorted(support)].sum())
+            assert float(mass_T[place]) == pytest.approx(mass, rel=1e-12)
+            expected = math.log(float(probs_V[token]) / mass)
+            assert float(batch.sampler_logprobs_T[place]) == pytest.approx(expected, abs=1e-12)
+            assert float(batch.old_logprobs_T[place]) == pytest.approx(expected, abs=1e-10), "the trainer's own"
+            sizes.append(len(support))
+    assert 1 < sum(sizes) / len(sizes) < 9
+    assert (ids_TK[~batch.loss_mask_T] == -1).all(), "prompts are not sampled"
+
+
+@pytest.mark.parametrize("quantity", ["raw", "scaled", "truncated"])
+def test_what_the_sampler_reports_is_converted_or_refused(quantity):
+    """One sampling in three modes: the same completions; at temperature 1 raw and scaled are one."""
+    hot, same = {**TOP_P, "sampler_logprobs": quantity}, {**TOP_P, "sampler_logprobs": quantity, "temperature": 1.0}
+    at_one, usual = (
+        sampled(seed=3, online=online | {"old_logprobs": "sampler"}, policy={"support": "recorded"})
+        for online in (same, {**TOP_P, "temperature": 1.0})
+    )
+    assert torch.equal(at_one.tokens_T, usual.tokens_T)
+    torch.testing.assert_close(at_one.old_logprobs_T, usual.old_logprobs_T, rtol=0, atol=1e-12)
+    for support in ("recorded", "whole"):
+        if quantity == "raw":
+            with pytest.raises(SpecError, match=r"raw ones, at temperature 0\.8"):
+                sampled(seed=3, online=hot, policy={"support": support})
+            continue
+        batch = sampled(seed=3, online=hot, policy={"support": support})
+        ready = for_policy(batch, support)
+        assert (ready.old_logprobs_T - ready.sampler_logprobs_T).abs().max() <= 1e-10, "one quantity on both sides"
+
+
+def test_supports_that_no_sampler_records_are_refused():
+    with pytest.raises(ValueError, match="draws from the whole vocabulary: it records no supports"):
+        spec_of(policy={"support": "recorded"})
+
+
 def test_the_reference_is_the_policy_at_the_start():
     """Only where a loss looks at it."""
     assert sampled().ref_logprobs_T is None
@@ -349,19 +406,31 @@ TRAINED = {
 }
 
 
+TRUNCATED = {**TRAINED, "online": TOP_P, "policy": {"support": "recorded"}}
+
+
 @pytest.fixture(scope="module")
 def truth():
     return one_step(spec_of(**TRAINED))
 
 
+def test_supports_reach_every_rank():
+    """On four ranks one has nothing to write, and the largest support is on one of them."""
+    everyone_samples_and_trains_the_same("dp2_cp2", one_step(spec_of(**TRUNCATED)), TRUNCATED)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_every_layout_samples_and_trains_the_same(name, truth):
     """Three batches of prompts: on four ranks one has nothing to write."""
+    everyone_samples_and_trains_the_same(name, truth, TRAINED)
+
+
+def everyone_samples_and_trains_the_same(name, truth, settings):
     layout, (batch, gradients, after) = LAYOUTS[name], truth
     sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
     for rank, (result, actual, found_after) in enumerate(
-        simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)
+        simulate(lambda mesh: one_step(spec_of(**settings, layout=layout), mesh), **sizes)
     ):
         assert result.keys() == batch.keys()
         for field, values in batch.items():
@@ -796,3 +865,36 @@ def test_the_share_of_updates_that_reach_the_sampler_is_recorded_and_a_small_one
         return
     assert low <= second["sampler/moved/fraction"] <= high
     assert told == (high < 0.5)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["merged", "unmerged", "merged_bfloat16"])
+def test_the_sampler_has_the_adapters_of_the_policy(how, tmp_path):
+    """In float64, merged and unmerged weights are the policy; a merge in bfloat16 is another one, as records say."""
+    lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj", "down_proj", "lm_head"], "sampler": how}
+    run = done(tmp_path, steps=2, lora=lora)
+    for step in run.steps():
+        gap = abs(step["kl/sampler_old/k3_mean"])
+        assert gap > 1e-8 if how == "merged_bfloat16" else gap < 1e-24
+
+
+def test_a_sampler_whose_adapters_never_arrive_is_seen(tmp_path, monkeypatch):
+    """As in verl-project/verl#7495: the weights that are sent are those of the base."""
+    monkeypatch.setattr(
+        online, "sampler_weights", lambda lora, weights: {n: w for n, w in weights.items() if ".lora_" not in n}
+    )
+    lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"]}
+    assert done(tmp_path, steps=1, lora=lora).steps()[0]["kl/sampler_old/k3_mean"] > 1e-3
+
+
+def test_the_share_that_moved_is_of_adapted_weights(tmp_path):
+    """Others never move, and would hide a merge that reaches the sampler."""
+    shares = {}
+    for how in ("merged", "unmerged"):
+        lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"], "sampler": how}
+        run = done(tmp_path / how, steps=2, precision="bfloat16", lora=lora)
+        shares[how] = run.steps()[1][SAMPLER_MOVED]
+    assert shares["merged"] > 0.5
+    assert 0 < shares["unmerged"] <= 1

@@ -27,6 +27,7 @@ from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
@@ -181,6 +182,11 @@ ONLINE = {
     "chunked": {"policy": {"logprobs": "chunked", "chunk_tokens": 3}},
     "hotter": {"policy": {"temperature": 0.7, "fused_loss": True}},
     "checkpointed": {"layout": {"checkpointing": True}, "policy": {"fused_loss": True}},
+    "truncated": {"policy": {"support": "recorded"}, "online": {"top_p": 0.8, "top_k": 12}},
+    "truncated_fused": {
+        "policy": {"support": "recorded", "fused_loss": True, "chunk_tokens": 3},
+        "online": {"top_p": 0.8, "temperature": 0.7},
+    },
 }
 
 
@@ -212,6 +218,10 @@ def first_steps(mesh, spec, number):
         ("cp2_zigzag", "plain"),
         ("tp2_sequence_parallel", "chunked"),
         ("dp2", "checkpointed"),
+        ("one_rank", "truncated"),
+        ("cp2_zigzag", "truncated_fused"),
+        ("tp2", "truncated_fused"),
+        ("tp2", "truncated"),
     ],
 )
 def test_online_steps_begin_at_a_ratio_of_one_and_without_a_penalty(layout, how):
@@ -222,8 +232,8 @@ def test_online_steps_begin_at_a_ratio_of_one_and_without_a_penalty(layout, how)
         "precision": precision,
         "online": {"updates": 2, "prompts": 2},
         "data": {"documents_per_step": 4, "micro_batches": 2},
-        **ONLINE[how],
     }
+    settings = merge(settings, ONLINE[how])
     spec = spec_of(**settings | {"layout": LAYOUTS[layout] | settings.get("layout", {})})
     seen = set()
     for tokens, ref_S, metrics in on_ranks(lambda mesh: first_steps(mesh, spec, 2), LAYOUTS[layout]):

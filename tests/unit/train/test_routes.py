@@ -17,7 +17,7 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import OPTIMIZER, load_checkpoint
 from workbench.train.optimizer import build_optimizer
-from workbench.train.routes import ROUTES, check_routes
+from workbench.train.routes import NOTED, ROUTES, StepRoutes, check_routes, checksum
 from workbench.train.worker import run_here
 
 LENGTHS = (4, 3, 1)
@@ -163,6 +163,32 @@ def test_online_runs_replay_the_routes_of_the_old_pass(tmp_path):
         assert torch.equal(taken[of_step], replayed[of_step])
 
 
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "ep": 2}], ids=str)
+def test_online_runs_replay_the_routes_of_their_sampler(tmp_path, layout):
+    """A sampler in bfloat16 takes other experts near a tie; the trainer takes them too, in the old pass and after."""
+    settings = {"steps": 1, "online": {"sampler_precision": "bfloat16"}, "layout": layout}
+    run = done(tmp_path, model={"source": "tiny-qwen3-moe"}, routing={"replay": "recorded", "record": True}, **settings)
+    [step] = run.steps()
+    assert step["ratio/policy_old/std"] == 0
+    batch = load(run.path / "rollouts" / "step0000")
+    routes = batch.extensions[ROUTES].values
+    last = torch.cat([batch.document_ids_T[1:] != batch.document_ids_T[:-1], torch.tensor([True])])
+    assert torch.equal((routes < 0).flatten(1).all(dim=1), last), "what is not fed back has no route"
+    taken = run.read_tensors("step0000.routes")[ROUTES]
+    assert torch.equal(taken[~last], routes[~last])
+    sampler = load_policy("tiny-qwen3-moe", precision="bfloat16", seed=run.spec.model.seed, routing=True)
+    alone = batch.select([0])
+    rows, totals = flow.prepare_rows(alone, RunSpec(routing={"record": True}), single_process_mesh())
+    noted = StepRoutes(sampler, rows, NOTED, totals)
+    passed = noted.begin(0)
+    with torch.no_grad():
+        rows[0].hidden_states(sampler, passed)
+    noted.finish(0, passed)
+    own = noted.in_source_order(batch.num_tokens)[: alone.num_tokens]
+    agree = (own.sort(-1).values == routes[: alone.num_tokens].sort(-1).values).all(-1)[~last[: alone.num_tokens]]
+    assert agree.double().mean() > 0.9, "another kernel rounds otherwise; a shift by one token would agree by chance"
+
+
 def test_biases_of_routers_move_after_a_step_and_are_in_checkpoints(tmp_path):
     folder = save_tiny_glm4_moe(tmp_path / "glm")
     batch_of().save(tmp_path / "rollouts")
@@ -190,3 +216,17 @@ def test_biases_of_routers_move_after_a_step_and_are_in_checkpoints(tmp_path):
     save_file({name: value for name, value in state.items() if "bias" not in name}, checkpoint / OPTIMIZER)
     with pytest.raises(RecordError, match=r"no model\.layers\.1\.mlp\.gate\.e_score"):
         load_checkpoint(checkpoint, policy, build_optimizer(policy, spec))
+
+
+def test_a_checksum_is_of_every_tokens_experts_and_adds_up_over_parts():
+    experts_tk, source_t = torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.tensor([4, 7, 0])
+    whole = checksum(experts_tk, source_t, 1)
+    parts = checksum(experts_tk[:1], source_t[:1], 1) + checksum(experts_tk[1:], source_t[1:], 1)
+    assert float(parts) % 2.0**40 == float(whole)
+    assert checksum(experts_tk.flip(0).flip(1), source_t.flip(0), 1) == whole, "in any order"
+    others = [
+        checksum(torch.tensor([[0, 1], [2, 1], [1, 3]]), source_t, 1),
+        checksum(experts_tk.roll(1, 0), source_t, 1),
+        checksum(experts_tk, source_t, 0),
+    ]
+    assert all(float(other) != float(whole) for other in others)

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.precision import lift_to_float64
 from workbench.rollouts import files
 from workbench.rollouts.advantages.groups import group_advantages
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import SUPPORT
 from workbench.rollouts.task import ArithmeticTask
 from workbench.train import sampling as recording
 from workbench.train.sampling import RolloutSettings, document_logprobs, record_rollouts, sample
@@ -171,6 +174,27 @@ def test_a_small_rollout_dataset_end_to_end(tmp_path):
 
     record_rollouts(tmp_path / "b", SMALL)
     assert files.read_manifest(tmp_path / "b" / "rollouts").tensors == manifest.tensors  # the seed decides
+
+
+def test_a_truncated_sampler_records_its_supports_and_log_probabilities_within_them():
+    settings = replace(SMALL, top_p=0.6, top_k=8)
+    policy, reference = (tiny_qwen3(TASK.vocab_size, seed=seed) for seed in (0, 1))
+    batch, _ = recording.sample_batch(recording.WarmUp(policy, reference, 0, 0.5, 0.0), TASK, settings)
+    assert batch.sampling == Sampling(8, 0.6, 0.0, "truncated", "truncated")
+    models = {"old_logprobs_T": policy, "ref_logprobs_T": reference}
+    for name, model in models.items():
+        exact = lift_to_float64(copy.deepcopy(model)).requires_grad_(False)
+        for document in range(batch.num_documents):
+            prompt, answer, places = split(batch, document)
+            logits_TV = exact(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1] / 0.7
+            for place, token, logits_V in zip(places, answer, logits_TV, strict=True):
+                ids = [i for i in batch.extensions[SUPPORT].values[place].tolist() if i >= 0]
+                expected = float(logits_V[token] - torch.logsumexp(logits_V[ids], dim=0))
+                assert float(getattr(batch, name)[place]) == pytest.approx(expected, abs=1e-6), "float32, rounded once"
+    sizes = (batch.extensions[SUPPORT].values >= 0).sum(dim=1)[batch.loss_mask_T]
+    assert 1 < sizes.double().mean() <= 8
+    gap_T = (batch.sampler_logprobs_T - batch.old_logprobs_T)[batch.loss_mask_T].abs()
+    assert gap_T.max() < 1e-5, "the sampler's own, in float32"
 
 
 def test_an_existing_rollout_dataset_is_refused_before_the_warm_up(tmp_path, monkeypatch):

@@ -127,6 +127,12 @@ def _other_predictions(facts: Facts, outputs: OutputFacts) -> Found:
         return {} if given.other_ids(facts)[0] else _no_likelihood(facts)
     (right, wrong), kind = outputs.trained, objective(facts)
     text = f"{wrong} predictions train, not {right}"
+    if outputs.shifted is not None and not given.other_ids(facts)[0]:
+        how = "{1} behind their predictions, and in the trusted run {0}".format(*outputs.shifted)
+        return {"other_targets": (PROVED, [f"targets are the ids {how}"])}
+    if outputs.only_unclear:
+        text = f"{text}, and those that are more or less pull by no token's likelihood: an entropy has another mask"
+        return {"one_term": (LIKELY, [text]), "other_mask": (LAST, [text])}
     if (lost := outputs.rows_lost) is not None:
         return _rows_lost(facts, outputs, *lost)
     if given.other_ids(facts)[0]:
@@ -144,7 +150,12 @@ def _other_predictions(facts: Facts, outputs: OutputFacts) -> Found:
         return {"clipping": (FIRST, reason), "old_logprobs": (SECOND, reason), "ratio": (THIRD, reason)}
     if outputs.moved or outputs.lost_one_each:
         how = "at other places" if outputs.moved else "one less in every row"
-        return {"other_mask": (0.9, [f"{text}, {how}"]), "first_tokens": (LAST, [text]), "other_targets": (0.2, [text])}
+        known = outputs.next_ids or outputs.moved  # targets that are shifted lose one of a row, too
+        return {
+            "other_mask": (0.9 if known else FIRST, [f"{text}, {how}"]),
+            "first_tokens": (LAST, [text]),
+            "other_targets": (0.2, [text]),
+        }
     if outputs.rows_added:
         reason = [f"{text}: {outputs.rows_added} rows more"]
         return {"advantages": (FIRST, reason), "other_data": (SECOND, reason), "other_mask": (THIRD, reason)}
@@ -166,7 +177,10 @@ def _no_likelihood(facts: Facts) -> Found:
     if facts.scaled:
         return {}
     if objective(facts) == "policy":
-        return {"one_term": (LIKELY, ["a term of whole distributions, as of the entropy, has another gradient"])}
+        reason = [
+            "weights of predictions cannot be read next to a term of whole distributions, and something is another"
+        ]
+        return {"advantages": (FIRST, reason), "one_term": (SECOND, reason), "old_logprobs": (THIRD, reason)}
     reason = ["the gradient is that of whole distributions, and another one"]
     return {"ref_logprobs": (FIRST, reason), "other_loss": (SECOND, reason), "temperature": (THIRD, reason)}
 
@@ -251,6 +265,10 @@ def _weights(facts: Facts, outputs: OutputFacts) -> Found:
 
 def _behind_weights(facts: Facts, outputs: OutputFacts) -> Found:
     """All predictions pull as they should: what differs is a term beside them, or comes after them."""
+    if outputs.bonuses is not None:
+        right, wrong = outputs.bonuses
+        text = f"predictions weigh as they should, and an entropy next to them {wrong:.4g}, not {right:.4g}"
+        return {"one_term": (PROVED, [text])}
     if outputs.values is not None and not outputs.values[1]:
         text = "predictions of the policy weigh as they should, and the critic's gradient is another one"
         return {"one_term": (0.6, [text]), "advantages": (LAST, [text])}
@@ -286,20 +304,22 @@ def _one_factor(facts: Facts, factor: float) -> Found:
 def _of_counts(facts: Facts, outputs: OutputFacts) -> Found:
     """Factors that are one over counts of pieces of the step."""
     texts = {
-        "call": ("mean_per_rows", "each call's predictions weigh by one over their number"),
-        "row": ("mean_per_documents", "each row's predictions weigh by one over their number"),
+        "call": ("mean_per_rows", "predictions of each call weigh by one over its number"),
+        "row": ("mean_per_documents", "predictions of each row weigh by one over its number"),
         "rank": (
             "mean_per_ranks",
             "calls fall into groups whose predictions weigh by one over the number of the group",
         ),
     }
-    found = {kind: texts[kind] for kind in texts if outputs.follows(kind)}
-    score = PROVED if len(found) == 1 else 0.6
-    if found:
-        return {name: (score - 0.05 * at, [text]) for at, (name, text) in enumerate(found.values())}
+    for of_rows in (False, True):
+        found = [texts[kind] for kind in texts if outputs.follows(kind, of_rows=of_rows)]
+        score = PROVED if len(found) == 1 else FIRST
+        if found:
+            what = " of rows" if of_rows else ""
+            return {name: (score - 0.05 * at, [text + what]) for at, (name, text) in enumerate(found)}
     if outputs.of_calls:
-        text = "each call has a factor of its own"
-        return {"mean_per_rows": (0.6, [text]), "uneven_weights": (0.48, [text]), "mean_per_ranks": (THIRD, [text])}
+        text = "each call has a factor of its own, which no count of its predictions or rows gives"
+        return {"mean_per_rows": (FIRST, [text]), "uneven_weights": (SECOND, [text]), "mean_per_ranks": (THIRD, [text])}
     return {}
 
 
@@ -314,7 +334,24 @@ def _right_value(facts: Facts, outputs: OutputFacts) -> Found:
     if loss <= 1e-3 * size:
         return {}
     text = "the loss is right, and predictions weigh otherwise: a value is right and its derivative is not"
-    return {"term_without_gradient": (LIKELY, [text]), "ratio": (LAST, [text]), "one_term": (LAST, [text])}
+    return _of_first_values(facts, outputs, text) or {
+        "term_without_gradient": (LIKELY, [text]),
+        "ratio": (LAST, [text]),
+        "one_term": (LAST, [text]),
+    }
+
+
+def _of_first_values(facts: Facts, outputs: OutputFacts, text: str) -> Found:
+    """At ratios of 1 and margins of 0 a loss has one value, however those are computed: another one is as likely.
+
+    A detached factor leaves predictions without weight; one that is computed otherwise moves those of rows.
+    """
+    kind = objective(facts)
+    if not _begins_here(facts) or kind not in ("policy", "preference"):
+        return {}
+    if kind == "preference":
+        return {"other_loss": (FIRST, [text]), "term_without_gradient": (SECOND, [text]), "one_term": (THIRD, [text])}
+    return {"ratio": (FIRST, [text]), "term_without_gradient": (SECOND, [text]), "one_term": (THIRD, [text])}
 
 
 def _of_policy(facts: Facts, outputs: OutputFacts) -> Found:
@@ -332,9 +369,8 @@ def _of_policy(facts: Facts, outputs: OutputFacts) -> Found:
             "old_logprobs": (THIRD, [text]),
         }
     if outputs.within_rows < EVERY_ROW or outputs.rows_shifted > 1 - FEW:
-        more = 0.6 if outputs.turned else FIRST
         return {
-            "advantages": (more, [f"{text}, and those of a row move together"]),
+            "advantages": (FIRST, [f"{text}, and those of a row move together"]),
             "one_term": (THIRD if outputs.within_rows else LAST, [text]),
             "ratio": (SECOND if outputs.turned == 0 else LAST, [text]),
             "uneven_weights": (LAST, [text]),

@@ -109,6 +109,14 @@ def fewer_calls(facts: Facts) -> bool:
     return bool(fewer(facts)) and other["calls"] < one["calls"]
 
 
+def calls_alike(facts: Facts) -> bool:
+    """True if a call is given as many tokens as in the trusted run, on average: none was divided otherwise."""
+    one, other = _seen(facts)
+    return bool(one.get("ids") and other.get("ids")) and (
+        one["ids"][0] * other["calls"] == other["ids"][0] * one["calls"]
+    )
+
+
 def other_labels(facts: Facts, *, counted: bool) -> Judged:
     """Score of other labels: of another number that counts, or of others of the same number."""
     text = _off(facts, "labels")

@@ -133,13 +133,26 @@ def _attention_backward(facts: Facts) -> Judged:
     return NOT
 
 
+ROUTERS = {"gate", "router"}
+"""Names of a mixture's router among the modules of a layer, in `transformers` and in Megatron-LM."""
+
+
+@GRADIENTS.cause("the gradient of routers is wrong: of the losses that balance them, or of the gates of their experts")
+def _router_gradient(facts: Facts) -> Judged:
+    """In the highest layer that differs, the experts are right, and the router and what is below it are wrong."""
+    experts = {"experts", "gate_up_proj", "down_proj"}
+    if not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS or facts.top_off & experts:
+        return NOT
+    return 0.87, ["in the highest layer that differs, the experts are right, and their router is not"]
+
+
 @GRADIENTS.cause("what flows back from a layer's projections into its input is wrong")
 def _layer_input_gradient(facts: Facts) -> Judged:
     """In the highest layer that differs, projections are right, and everything before them is wrong."""
     if not facts.gradient_only or not facts.clear or not facts.top_off or facts.groups_off() == {"norm"}:
         return NOT
     mlp = {"down_proj", "gate_proj", "up_proj"}
-    before_mlp = {"post_attention_layernorm", "o_proj"} <= facts.top_off and not facts.top_off & mlp
+    before_mlp = {"post_attention_layernorm", "o_proj"} <= facts.top_off and not facts.top_off & (mlp | ROUTERS)
     before_attention = facts.top_off == {"input_layernorm"}
     if not before_mlp and not before_attention:
         return NOT
@@ -235,13 +248,22 @@ def _ranks_lost(facts: Facts) -> Judged:
     if text := given.met_fewer(facts):
         return 0.8, [text]  # or each was kept, and added by other means
     if given.fewer_calls(facts) and facts.other_tokens == 0:
-        return 0.7, [given.fewer(facts)]
+        return _of_fewer_calls(facts), [given.fewer(facts)]
     if facts.lost_pieces:
         return 0.88, [f"no token of some {facts.lost_pieces} trains, and all of the others do"]
     text = another_gradient(facts)
     if not text:
         return NOT
     return (0.6 if _partial(facts) else 0.3), [f"{text}: a part of the tokens does not reach it"]
+
+
+def _of_fewer_calls(facts: Facts) -> float:
+    """Score of lost calls by which rows train: those of whole calls are missing, or others are there too."""
+    outputs = facts.outputs
+    if outputs is None:
+        return 0.7 if given.calls_alike(facts) else 0.45
+    lost = outputs.rows_lost
+    return 0.7 if lost is not None and lost[1] else 0.3
 
 
 def _partial(facts: Facts) -> bool:

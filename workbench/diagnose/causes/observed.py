@@ -23,6 +23,8 @@ OF_MODEL = 0.95
 """Of the model's settings: below weights and parameters that differ, of which a setting is the cause."""
 _HOW = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that say how, and not what, they compute."""
+DISAGREEMENT, REPLAYED = "router/disagreement/share", "router/replayed/checksum"
+"""Metrics of replayed routes: those that the router would have chosen otherwise, and a number that tells them all."""
 TOO_LATE = 0.2
 """Of a difference that was seen only after the numbers had parted: it may be another mistake, but not that one."""
 
@@ -119,7 +121,7 @@ def _optimizer_settings(facts: Facts) -> Judged:
 
 
 def _since(facts: Facts, number: int) -> float:
-    """Score of a setting that differs from a step on: it acts on weights after that step."""
+    """Score of a setting that differs from a step on, and acts on what is after it."""
     parts = ("loss", "gradient", "tokens")
     first = next((step.number for step in facts.evidence.steps if any(part in step.differs for part in parts)), None)
     return DECLARED if first is None else SEEN if number < first else TOO_LATE
@@ -236,6 +238,8 @@ def _clipped_in_pieces(facts: Facts) -> Judged:
     bound = facts.pair[1].observed.get("clip", {}).get("max_norm") or facts.context.get("max_grad_norm")
     if not bound or facts.gradient_same is not False or facts.loss_same is not True or facts.forward_same is False:
         return NOT
+    if facts.outputs is not None and facts.outputs.weights_same is False:
+        return NOT  # the gradient is another one before anything clips it
     right, wrong = (math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair)
     pieces = max(int(facts.context.get(axis) or 1) for axis in ("micro_batches", "accumulation", "dp"))
     pieces = max(pieces, int(facts.pair[1].observed.get("inputs", {}).get("calls") or 1))
@@ -329,6 +333,23 @@ def _precision_settings(facts: Facts) -> Judged:
     if not reasons or not any(step.differs for step in facts.evidence.steps):
         return (DECLARED, reasons) if reasons else NOT
     return 0.9, reasons
+
+
+@OBSERVED.cause("routes of a mixture of experts were replayed that are not the same")
+def _other_routes(facts: Facts) -> Judged:
+    suspect = {step.number: step.metrics for step in facts.suspect.steps}
+    for step in facts.evidence.trusted.steps:
+        right, wrong = step.metrics, suspect.get(step.number, {})
+        if REPLAYED not in right or REPLAYED not in wrong:
+            return NOT
+        if right[REPLAYED] != wrong[REPLAYED]:
+            shares = wrong.get(DISAGREEMENT, math.nan), right.get(DISAGREEMENT, math.nan)
+            reasons = [
+                f"in step {step.number} other experts were taken; {shares[0]:.4g} of the routes are not the routers' "
+                f"own choice, {shares[1]:.4g} in the trusted run"
+            ]
+            return _since(facts, step.number - 1), reasons + (["routers chose by themselves"] if not shares[0] else [])
+    return NOT
 
 
 @OBSERVED.cause("steps were skipped by the loss scaler in one run only")

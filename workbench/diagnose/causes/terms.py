@@ -92,6 +92,19 @@ def _one_term(facts: Facts) -> Judged:
     return 0.8, [f"{', '.join(off)} differ{times}, {', '.join(right)} do not"]
 
 
+@TERMS.cause("labels are smoothed over a part of the vocabulary", "tp", uses=("loss", "gradient"))
+def _smoothing(facts: Facts) -> Judged:
+    """Of a smoothed likelihood only the mean over the vocabulary is not the log-probability, which is right here."""
+    smoothed = any(record.context.get("label_smoothing") for record in (facts.evidence.trusted, facts.evidence.suspect))
+    likelihood = all(key.startswith(("loss/policy", "loss/total")) for key in facts.terms[0])
+    if not smoothed or not facts.inputs_same or not facts.forward_same or not likelihood:
+        return NOT
+    if facts.loss_same is not False or facts.gradient_same is not False or facts.scaled:
+        return NOT
+    reasons = ["labels are smoothed, log-probabilities do not differ, and the loss of the same tokens does"]
+    return (0.85, reasons) if facts.step.token_same("entropy_nats") is not False else (0.4, reasons)
+
+
 @TERMS.cause("the per-token loss is another one", uses=("loss", "gradient"))
 def _other_loss(facts: Facts) -> Judged:
     if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:

@@ -89,11 +89,15 @@ def _loss_alone(facts: Facts) -> Judged:
 # ---- metrics ------------------------------------------------------------------------------------------------
 
 
+_INPUTS = ("policy_logprobs", "trained", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "rewards")
+"""Values of tokens that metrics are computed from: with other ones they are not wrong alone."""
+
+
 @WHOLE.cause("metrics are computed or merged wrong; training is right", uses=("metrics",))
 def _metrics_alone(facts: Facts) -> Judged:
     if not facts.step.metrics or facts.gradient_same is False or facts.loss_same is False:
         return NOT
-    if any(facts.step.token_same(name) is False for name in ("policy_logprobs", "trained")):
+    if any(facts.step.token_same(name) is False for name in _INPUTS):
         return NOT
     if not [key for key in facts.step.metrics if not key.startswith("gradient/")]:
         return NOT

@@ -78,7 +78,8 @@ def token_logprobs(
         valid: number of local rows that exist; the others are padding with probability 0. None: all.
         active_T: [T] bool: the tokens that are computed; None: all. The others return 0 without gradient, at no cost.
         support: each token's truncated support in the sampler; None: not truncated.
-        outputs: any of entropy, logsumexp, mean_squared_logit. With ``support``, entropy is also that of the support.
+        outputs: any of entropy, logsumexp, mean_squared_logit, mean_logit. With ``support``, entropy is also that of
+            the support. Triton has no mean_logit of logits with a soft cap.
         fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.

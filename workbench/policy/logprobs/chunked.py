@@ -1,9 +1,11 @@
 """The torch-only engine: the logits of a chunk, and one pass over them each way.
 
 With z the logits as they enter the softmax, m their maximum, and sums over the whole vocabulary:
-    s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2
+    s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2,   l = sum z
     logprob = (z_target - m) - log s     entropy = log s - u / s     logsumexp = m + log s     mean square = q / V
-    dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (log p_v + entropy) + g_logsumexp p_v + g_square 2 z_v / V
+    mean logit = l / V
+    dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (log p_v + entropy) + g_logsumexp p_v
+           + (2 g_square z_v + g_mean) / V
 It represents every logit that the dtype can, so it is the exact engine that others fall back to.
 
 Letters: C rows of a chunk | B rows of a block of it | V vocabulary (this rank's valid rows of the head)
@@ -108,27 +110,30 @@ class ChunkedEngine:
         highest_C = logits_CV.amax(-1) if columns else logits_CV.new_full((rows,), -torch.inf)
         if head.axis is not None:
             highest_C = all_max(highest_C, head.axis)
-        sums_4C = logits_CV.new_zeros(4, rows)
+        sums_5C = logits_CV.new_zeros(5, rows)
         if columns:
             local_C, is_local_C = self._local(targets_C)
-            sums_4C[0] = (logits_CV.gather(1, local_C[:, None])[:, 0] - highest_C).masked_fill(~is_local_C, 0)
+            sums_5C[0] = (logits_CV.gather(1, local_C[:, None])[:, 0] - highest_C).masked_fill(~is_local_C, 0)
         for block in self._blocks(rows):
             shifted_BV = logits_CV[block] - highest_C[block, None]
             exp_BV = shifted_BV.exp()
-            sums_4C[1, block] = exp_BV.sum(-1)
+            sums_5C[1, block] = exp_BV.sum(-1)
             if "entropy" in requested:
-                sums_4C[2, block] = shifted_BV.masked_fill_(exp_BV == 0, 0).mul_(exp_BV).sum(-1)
+                sums_5C[2, block] = shifted_BV.masked_fill_(exp_BV == 0, 0).mul_(exp_BV).sum(-1)
             if "mean_squared_logit" in requested:
-                sums_4C[3, block] = _finite(logits_CV[block]).square().sum(-1)
+                sums_5C[3, block] = _finite(logits_CV[block]).square().sum(-1)
+            if "mean_logit" in requested:
+                sums_5C[4, block] = logits_CV[block].sum(-1)
         if head.axis is not None:
-            sums_4C = all_sum(sums_4C, head.axis)
-        target_C, sum_C, weighted_C, squares_C = sums_4C
+            sums_5C = all_sum(sums_5C, head.axis)
+        target_C, sum_C, weighted_C, squares_C, plain_C = sums_5C
         log_sum_C = sum_C.log()
         return TokenLogprobs(
             target_C - log_sum_C,
             log_sum_C - weighted_C / sum_C if "entropy" in requested else None,
             highest_C + log_sum_C,
             squares_C / head.vocabulary if "mean_squared_logit" in requested else None,
+            plain_C / head.vocabulary if "mean_logit" in requested else None,
         )
 
     def _to_gradient_(
@@ -142,7 +147,7 @@ class ChunkedEngine:
         log_p_BV = logits_BV - head_output.logsumexp_T[block, None]
         p_BV = log_p_BV.exp()
         zero_B = torch.zeros_like(head_output.logprobs_T[block])
-        logprob_B, entropy_B, logsumexp_B, square_B = (
+        logprob_B, entropy_B, logsumexp_B, square_B, mean_B = (
             zero_B if gradient_C is None else gradient_C[block].to(head.wide) for gradient_C in gradients
         )
         if gradients.entropy_T is None:
@@ -153,6 +158,8 @@ class ChunkedEngine:
             gradient_BV = p_BV * ((logsumexp_B - logprob_B)[:, None] - entropy_B[:, None] * surprise_BV)
         if gradients.mean_squared_logit_T is not None:
             gradient_BV += _finite(logits_BV) * (2 / head.vocabulary * square_B)[:, None]
+        if gradients.mean_logit_T is not None:
+            gradient_BV += (mean_B / head.vocabulary)[:, None]
         if head.valid:
             local_C, is_local_C = self._local(chunk.targets_C[block])
             gradient_BV.scatter_add_(1, local_C[:, None], (logprob_B * is_local_C)[:, None])

@@ -33,7 +33,7 @@ from workbench.policy.logprobs.engine import (
     plan_chunks,
     rows_with_gradient,
 )
-from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head, upcast
+from workbench.policy.logprobs.head import FIELDS, Head, TokenLogprobs, active_rows, check_rows, make_head, upcast
 from workbench.policy.logprobs.truncated_support import SupportChunk, TruncatedSupport, check_support, full_where_empty
 from workbench.policy.logprobs.truncated_support import backward as kept_backward
 from workbench.policy.logprobs.truncated_support import forward as kept_forward
@@ -245,7 +245,7 @@ class _DriverFunction(Function):
 def _write(outputs: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: SupportChunk | None) -> None:
     """Write a chunk's outputs to its rows."""
     support = (None, None) if kept_chunk is None else (kept_chunk.logprobs_C, kept_chunk.entropy_C)
-    for output_A, values_C in zip(outputs, (*chunk.head_output[:4], *support), strict=True):
+    for output_A, values_C in zip(outputs, (*chunk.head_output[:FIELDS], *support), strict=True):
         if output_A is not None:
             output_A[place] = values_C
 
@@ -290,7 +290,7 @@ class _Adjoint:
         bias_V: Tensor | None,
         required: tuple[bool, ...],
     ) -> None:
-        self.call, self.gradients, self.kept_gradients = call, RowGradients(*gradients_A[:4]), gradients_A[4:]
+        self.call, self.gradients, self.kept_gradients = call, RowGradients(*gradients_A[:FIELDS]), gradients_A[FIELDS:]
         self.exact_A = exact_A
         wide = call.head.wide
         is_one = len(call.rows) <= call.chunk_tokens and call.rows.support is None and not exact_A.any()

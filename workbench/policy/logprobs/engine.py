@@ -33,6 +33,7 @@ class RowGradients(NamedTuple):
     entropy_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
     mean_squared_logit_T: Tensor | None = None
+    mean_logit_T: Tensor | None = None
 
     def of(self, rows: slice | Tensor) -> RowGradients:
         """Return the gradients of some rows."""
@@ -105,7 +106,7 @@ class Engine(Protocol):
             hidden_CD: rows, contiguous, in the dtype of the weight.
             targets_C: ids in the whole vocabulary; each exists.
             temperature: one positive number, or [C].
-            outputs: fields besides the log-probability: entropy, logsumexp, mean_squared_logit.
+            outputs: fields besides the log-probability: entropy, logsumexp, mean_squared_logit, mean_logit.
             keep: what is saved for backward. "no": nothing. "scratch": the engine's one reused buffer, valid until its
                 next forward. "own": a buffer for this chunk alone. Outputs are bitwise the same.
         """

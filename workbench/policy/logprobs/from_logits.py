@@ -4,6 +4,7 @@ With z the logits over temperature, m their maximum, and sums over the whole voc
     s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2,   a = z_target - m
     logprob = a - log s     entropy = log s - u / s     logsumexp = m + log s     mean squared logit = q / V
     dz_v = g_logprob (1[v = target] - p_v) + g_logsumexp p_v - g_entropy p_v (log p_v + entropy) + g_squares 2 z_v / V
+The mean logit, over the columns that are not padding, is one sum of its own, by torch.
 Each way reads the logits once; backward may write the gradient over them. Over tp, forward needs one maximum and one
 sum, backward nothing.
 
@@ -34,7 +35,7 @@ from workbench.policy.logprobs.head import (
     tiled_vocabulary_size,
 )
 from workbench.shapes import check_shapes
-from workbench.sharding.collectives import all_max, all_sum
+from workbench.sharding.collectives import all_max, all_sum, sum_identity
 from workbench.sharding.mesh import Axis
 
 IMPLEMENTATIONS = ("torch", "triton")
@@ -60,7 +61,7 @@ def token_logprobs_from_logits(
         targets_T: ids in the whole vocabulary. A token whose id is negative is ignored: it returns 0 without gradient.
         implementation: one of `IMPLEMENTATIONS`, or auto: triton where it can run, torch elsewhere.
         temperature: divides logits; one number, or [T], one for each token.
-        outputs: any of entropy, logsumexp, mean_squared_logit.
+        outputs: any of entropy, logsumexp, mean_squared_logit, mean_logit.
         axis: the tensor-parallel axis, where ranks hold different columns, any number each.
         first_token: vocabulary id of the first local column.
         inplace_backward: write the gradient over the logits, which must not be read afterwards: half the memory.
@@ -92,7 +93,26 @@ def token_logprobs_from_logits(
         )
     passes = _passes(implementation, logits_TV)
     call = _Call(passes, targets_T, divisor, outputs, vocabulary, axis, first_token, inplace_backward)
-    return TokenLogprobs(*_FromLogits.apply(logits_TV, call))
+    # Before the logits may be overwritten by their gradient: this sum needs their places, never their values.
+    mean_T = _mean_logit(logits_TV, targets_T, divisor, wide, axis) if "mean_logit" in outputs else None
+    return TokenLogprobs(*_FromLogits.apply(logits_TV, call))._replace(mean_logit_T=mean_T)
+
+
+def _mean_logit(
+    logits_TV: Tensor, targets_T: Tensor, divisor: float | Tensor, wide: torch.dtype, axis: Axis | None
+) -> Tensor:
+    """Mean of the logits over temperature over the columns of all tp ranks that are not padding; 0 if ignored.
+
+    Shapes:   [T, v] -> [T].
+    Backward: 1 / (columns of all ranks that are not padding) on each of them, over the temperature; local.
+    """
+    ignored_T, exists_TV = targets_T < 0, logits_TV != -torch.inf
+    sums_T = logits_TV.masked_fill(~exists_TV | ignored_T[:, None], 0).sum(-1, dtype=wide)
+    counts_T = exists_TV.sum(-1).to(wide)
+    if axis is not None:
+        sums_T, counts_T = sum_identity(sums_T, axis), all_sum(counts_T, axis)
+    divisor_T = divisor[:, 0] if isinstance(divisor, Tensor) else divisor
+    return (sums_T / counts_T / divisor_T).masked_fill(ignored_T, 0)
 
 
 def _refuse_what_must_stay(logits_TV: Tensor) -> None:

@@ -235,9 +235,12 @@ class GradientPass:
     def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
         """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
         assumed_FC = torch.zeros_like(self.outputs_FA[:, rows])
-        if self.expected_A is not None:
-            assumed_FC[0] = self.expected_A[rows]
-        assumed_FC[0] += by * (1 + torch.arange(assumed_FC.shape[1], device=assumed_FC.device) % 3) / 8
+        for name in ("logprobs_T", "support_logprobs_T"):
+            if name in self.fields:
+                row_C = assumed_FC[self.fields.index(name)]
+                if self.expected_A is not None:
+                    row_C.copy_(self.expected_A[rows])
+                row_C += by * (1 + torch.arange(len(row_C), device=row_C.device) % 3) / 8
         if known is not None:
             slice_of(assumed_FC, rows, known).copy_(self.outputs_FA[:, known])
         return assumed_FC

@@ -25,8 +25,11 @@ from workbench.sharding.mesh import Axis
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Of the operands of the head's GEMM, or of logits."""
 
-OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit")
+OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit", "mean_logit")
 """Optional outputs besides the log-probability; each is a field of `TokenLogprobs`."""
+
+FIELDS = 1 + len(OUTPUTS)
+"""Leading fields of `TokenLogprobs`: the log-probability and `OUTPUTS`; those of truncated supports come after."""
 
 _TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also on padding and masked tokens"
 _TEMPERATURE_FIX = (
@@ -44,6 +47,8 @@ class TokenLogprobs(NamedTuple):
         entropy_T: [T] entropy of the distribution.
         logsumexp_T: [T] log of the normaliser, log sum exp z.
         mean_squared_logit_T: [T] mean of z^2 over the vocabulary, for a squared-logit penalty; -inf counts as 0.
+        mean_logit_T: [T] mean of z over the vocabulary, for label smoothing: less `logsumexp_T` it is the mean of the
+            log-probabilities. Padding is not counted: rows of a head beyond `Head.valid`, given logits of -inf.
         support_logprobs_T: [T] log-probability of the target within the truncated support.
         support_entropy_T: [T] entropy of the distribution over the truncated support.
     """
@@ -52,6 +57,7 @@ class TokenLogprobs(NamedTuple):
     entropy_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
     mean_squared_logit_T: Tensor | None = None
+    mean_logit_T: Tensor | None = None
     support_logprobs_T: Tensor | None = None
     support_entropy_T: Tensor | None = None
 
@@ -59,6 +65,21 @@ class TokenLogprobs(NamedTuple):
         """Apply a function to every requested field."""
         others = (None if values_T is None else function(values_T) for values_T in self[1:])
         return TokenLogprobs(function(self.logprobs_T), *others)
+
+    def within_support(self) -> tuple[TokenLogprobs, Tensor | None]:
+        """Return outputs whose log-probabilities are those within the truncated supports, and the mass of each support.
+
+        The entropy stays that of the whole vocabulary. Unchanged, and None, without supports.
+
+        Formula:  mass = p / q of the target, for its probability p over the vocabulary and q within the support: the
+                  probability of the support under this policy.
+        Shapes:   [T] each.
+        Backward: none through the mass.
+        """
+        if self.support_logprobs_T is None:
+            return self, None
+        mass_T = (self.logprobs_T.detach() - self.support_logprobs_T.detach()).exp()
+        return self._replace(logprobs_T=self.support_logprobs_T, support_logprobs_T=None), mass_T
 
 
 @dataclass(frozen=True)

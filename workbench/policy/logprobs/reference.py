@@ -81,8 +81,12 @@ def token_logprobs_from_logits(
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
     # Half precision is widened; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
-    return _outputs(scaled_TV, targets_T, frozenset(outputs))
+    scaled_TV, requested = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide), frozenset(outputs)
+    output = _outputs(scaled_TV, targets_T, requested)
+    if "mean_logit" not in requested:
+        return output
+    exists_TV = scaled_TV != -torch.inf
+    return output._replace(mean_logit_T=scaled_TV.where(exists_TV, 0.0).sum(-1) / exists_TV.sum(-1))
 
 
 def support_logits(logits_TV: Tensor, support_TV: Tensor, targets_T: Tensor) -> Tensor:
@@ -106,6 +110,7 @@ def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) ->
         -surprise_TV.sum(-1) if "entropy" in requested else None,
         torch.logsumexp(scaled_TV, dim=-1) if "logsumexp" in requested else None,
         scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in requested else None,
+        scaled_TV.mean(-1) if "mean_logit" in requested else None,
     )
 
 

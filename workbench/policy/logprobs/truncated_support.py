@@ -87,6 +87,13 @@ class TruncatedSupport:
         offsets = torch.tensor([0, *(len(ids) for ids in sets)]).cumsum(0)
         return cls(torch.tensor(ids, dtype=torch.int64, device=device), offsets)
 
+    @classmethod
+    def of_table(cls, ids_TK: Tensor) -> TruncatedSupport:
+        """Build supports from a table [T, K] of ids, filled up with negative numbers."""
+        is_id_TK = ids_TK >= 0
+        offsets_S = torch.cat([torch.zeros(1, dtype=torch.int64), is_id_TK.sum(dim=1).cpu().cumsum(0)])
+        return cls(ids_TK[is_id_TK].to(torch.int64), offsets_S)
+
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.offsets_S) - 1

@@ -81,6 +81,8 @@ def token_logprobs(
     if "mean_squared_logit" in outputs:
         squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
         output = output._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
+    if "mean_logit" in outputs:
+        output = output._replace(mean_logit_T=whole_mean(scaled_TV, head.vocabulary, axis))
     if support is not None:
         check_support(support, targets_T, head)
         cut_TV = active_T[:, None] & ~_is_kept(support, local_T, columns_V, first_token)
@@ -90,6 +92,16 @@ def token_logprobs(
             support_logprobs_T=logprobs_T, support_entropy_T=entropy_T if "entropy" in outputs else None
         )
     return output.map(lambda x_T: x_T.where(active_T, 0.0))
+
+
+def whole_mean(logits_TV: Tensor, vocabulary: int, axis: Axis) -> Tensor:
+    """Mean of each token's logits over the whole vocabulary, from a slice of it on each tp rank, of any size.
+
+    Shapes:   [T, v] -> [T], the same on every tp rank.
+    Backward: 1 / vocabulary on every local column; local.
+    Source:   NVIDIA/Megatron-LM#7452, finding 1, is the mean over the slice: fault smoothing_over_local_vocabulary.
+    """
+    return sum_identity(logits_TV.sum(-1), axis) / vocabulary
 
 
 def _is_kept(support: TruncatedSupport, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:

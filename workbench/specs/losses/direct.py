@@ -57,8 +57,11 @@ class CISPO(Anchored):
 
 
 class SFT(Surrogate):
-    """Negative log-likelihood."""
+    """Negative log-likelihood, of smoothed labels if requested."""
 
     reads_advantages: ClassVar[bool] = False
 
     kind: Literal["sft"] = "sft"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of each label that is spread evenly over the whole vocabulary, the label's own token included, as in
+    torch's cross_entropy. (Megatron's setting e is e (V - 1) / V here.)"""

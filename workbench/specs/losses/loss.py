@@ -17,6 +17,7 @@ from workbench.specs.losses.base import LOCAL_STATISTICS, Settings
 from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.compat import CompatSpec
 from workbench.specs.losses.corrections import CorrectionSpec
+from workbench.specs.losses.direct import SFT
 from workbench.specs.losses.kl import KLSpec
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.losses.surrogate import AnySurrogate
@@ -198,7 +199,13 @@ class LossSpec(Settings):
     @property
     def head_outputs(self) -> tuple[str, ...]:
         """Head outputs besides log-probabilities: those of the metrics, and those that a penalty needs."""
-        return ("entropy", "logsumexp", *(["mean_squared_logit"] if self.mean_squared_logit_coefficient else []))
+        squares = ("mean_squared_logit",) if self.mean_squared_logit_coefficient else ()
+        return ("entropy", "logsumexp", *squares, *(("mean_logit",) if self.label_smoothing else ()))
+
+    @property
+    def label_smoothing(self) -> float:
+        """Share of a token's label that is spread over the vocabulary; that of preference labels is dpo's own."""
+        return self.surrogate.label_smoothing if isinstance(self.surrogate, SFT) else 0.0
 
     @property
     def row_at_once(self) -> bool:

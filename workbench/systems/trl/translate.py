@@ -183,6 +183,12 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
         notes.append("cast_lm_head_to_fp32: log-probabilities are those of a float32 head")
     if settings.use_liger_kernel:
         notes.append("use_liger_kernel: the loss is that of Liger's kernel, the system 'liger'")
+    if truncation := [name for name in ("top_k", "top_p", "min_p") if name in settings.ignored]:
+        notes.append(
+            f"{', '.join(truncation)}: sampler log-probabilities are within the truncated support "
+            "(processed_logprobs), those of the policy over the vocabulary; where it truncates, their ratio is "
+            "too small by the probability of the support"
+        )
     if settings.ignored:
         notes.append(f"without effect on the loss: {', '.join(settings.ignored)}")
     if settings.mask_truncated_completions:

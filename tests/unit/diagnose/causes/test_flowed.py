@@ -1,9 +1,11 @@
 """Causes named from what flowed through two models, without a note."""
 
+import dataclasses
+
 import pytest
 
 import workbench as wb
-from tests.helpers.hand_outputs import LENGTHS, before, calls, record
+from tests.helpers.hand_outputs import LENGTHS, before, calls, record, row
 
 POLICY = {"loss": "grpo"}
 POSITIVE = ((0.5, 0.5), (0.5, 0.5))
@@ -94,8 +96,19 @@ def test_ratios_that_stay_one_are_old_logprobs():
 
 def test_values_right_and_derivatives_wrong():
     wrong = calls(lambda call, at, n, w: {"weights": [-w * (1 + k) for k in range(n)]})
-    causes = named(record(calls(), context=POLICY), other(wrong, loss=0.5, context=POLICY))
+    causes = named(*before(record(calls(), context=POLICY), other(wrong, loss=0.5, context=POLICY)))
     assert causes[0] == ("term_without_gradient", 0.7)
+    wrong = calls(lambda call, at, n, w: {"weights": [w * (1 + k) for k in range(n)]}, weights=POSITIVE)
+    causes = named(record(calls(weights=POSITIVE)), other(wrong, loss=0.5))
+    assert causes[0] == ("term_without_gradient", 0.7)
+
+
+def test_a_loss_has_one_value_at_ratios_of_one():
+    """What no value tells apart is told with less than one half."""
+    wrong = calls(lambda call, at, n, w: {"weights": [-w * (1 + k) for k in range(n)]})
+    causes = named(record(calls(), context=POLICY), other(wrong, loss=0.5, context=POLICY))
+    assert [name for name, _ in causes[:3]] == ["ratio", "term_without_gradient", "one_term"]
+    assert causes[0][1] < 0.5
 
 
 def test_logits_that_differ_from_the_same_inputs_and_after_an_update():
@@ -139,3 +152,60 @@ def test_distributions_of_a_teacher():
 
 def test_other_outputs_are_no_difference_where_no_number_differs():
     assert named(record(calls()), record(times(lambda call, at, n: 2.0)))[0][0] == "no_difference"
+
+
+def outputs_of(each, **more):
+    step = each.steps[0]
+    seen = {"outputs": step.observed["outputs"] | more}
+    return dataclasses.replace(each, steps=(dataclasses.replace(step, observed=seen),))
+
+
+def test_an_entropy_next_to_right_weights_is_a_term():
+    right, wrong = record(calls(), context=POLICY), other(calls(), context=POLICY)
+    assert named(outputs_of(right, bonus=-0.02), outputs_of(wrong, bonus=0.02))[0] == ("one_term", 0.93)
+    assert named(outputs_of(right, bonus=-0.02), outputs_of(wrong, bonus=-0.02))[0] != ("one_term", 0.93)
+
+
+def test_targets_one_too_far_are_no_mask():
+    """Both lose the last place of every row; where the ids of the input are known, targets are found among them."""
+    right = calls()
+    short = calls(
+        lambda call, at, n, w: {"weights": [w] * (n - 1), "targets": [100 * (2 * call + at) + k for k in range(n - 1)]}
+    )
+    shifted = outputs_of(other(short), after=[20, 0, 2, 20])
+    assert named(outputs_of(record(right), after=[24, 0, 24, 1]), shifted)[0] == ("other_targets", 0.93)
+    masked = outputs_of(other(short), after=[20, 0, 20, 2])
+    assert named(outputs_of(record(right), after=[24, 0, 24, 1]), masked)[0] == ("other_mask", 0.9)
+    assert named(record(right), other(short))[0] == ("other_mask", 0.45)
+
+
+def test_denominators_by_documents():
+    """Of a mean over documents, those of a call or a rank count, not their predictions."""
+    sizes = ((4, 6), (5,))
+    rows = [[row([0.5] * n) for n in call] for call in sizes]
+    wrong = [[row([0.5 * 3 / len(call)] * n) for n in call] for call in sizes]
+    context = {"micro_batches": 2}
+    assert named(record(rows, context=context), other(wrong, context=context))[0] == ("mean_per_rows", 0.93)
+
+
+def with_clear(rows, numbers):
+    return [
+        [[*one, clear] for one, clear in zip(call, of, strict=True)] for call, of in zip(rows, numbers, strict=True)
+    ]
+
+
+def test_an_entropy_over_other_predictions_is_a_term():
+    """More predictions have a gradient, and as many as before pull by a token's likelihood."""
+    more = calls(lambda call, at, n, w: {"weights": [w] * n + [0.0] * 2, "targets": list(range(n + 2))})
+    right = record(with_clear(calls(), LENGTHS), context=POLICY)
+    assert named(right, other(with_clear(more, LENGTHS), context=POLICY))[0] == ("one_term", 0.7)
+    all_clear = [[n + 2 for n in call] for call in LENGTHS]
+    assert named(right, other(with_clear(more, all_clear), context=POLICY))[0][0] != "one_term"
+
+
+def test_unclear_targets_are_no_other_targets():
+    off = calls(lambda call, at, n, w: {"weights": [w * 1.2**n] * n, "targets": [9] * n})
+    right = record(with_clear(calls(), LENGTHS), context=POLICY)
+    fewer = [[n - 1 for n in call] for call in LENGTHS]
+    assert named(right, other(with_clear(off, LENGTHS), context=POLICY))[0] == ("other_targets", 0.93)
+    assert named(right, other(with_clear(off, fewer), context=POLICY))[0][0] != "other_targets"

@@ -12,7 +12,7 @@ from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.reference import token_logprobs
 from workbench.sharding.simulated import simulate
 
-EVERYTHING = frozenset({"entropy", "logsumexp", "mean_squared_logit"})
+EVERYTHING = frozenset({"entropy", "logsumexp", "mean_squared_logit", "mean_logit"})
 
 
 def engine_and_rows(rows=5, vocabulary=7, width=3, dtype=torch.float64, **options):
@@ -108,7 +108,7 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
         chunk = engine.forward(rows, targets, 1.0, outputs=EVERYTHING, keep="own")
         into = Accumulators(torch.empty_like(hidden), torch.empty(7, 3).double(), torch.empty(7).double())
         wants = torch.tensor([1.0, 0.0, 2.0, 0.0, -1.0], dtype=torch.float64)
-        engine.backward(chunk, RowGradients(*[wants] * 4), into, slice(0, 5), first=True)
+        engine.backward(chunk, RowGradients(*[wants] * 5), into, slice(0, 5), first=True)
         results.append(into)
     assert chunk.head_output.logprobs_T.isnan().tolist() == [False, True, False, True, False]
     assert torch.equal(results[0].hidden_TD, results[1].hidden_TD)

@@ -92,7 +92,7 @@ def test_a_token_that_is_ignored_spoils_nothing(implementation):
 
 
 def test_unrequested_outputs_are_none():
-    assert TokenLogprobs(torch.zeros(1))[1:] == (None,) * 5
+    assert TokenLogprobs(torch.zeros(1))[1:] == (None,) * 6
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
 from workbench.sharding.mesh import make_mesh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EVERYTHING = ("entropy", "logsumexp", "mean_squared_logit")
+EVERYTHING = ("entropy", "logsumexp", "mean_squared_logit", "mean_logit")
 T, V = 7, 23
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -30,21 +30,22 @@ def answers(logits, targets, **call):
     """The outputs, and the gradient of a random sum of all of them."""
     leaf = logits.clone().requires_grad_()
     output = token_logprobs_from_logits(leaf * 1, targets, **call)
-    return [None if x is None else x.detach() for x in output[:4]], weighted(output, leaf)
+    return [None if x is None else x.detach() for x in output[:5]], weighted(output, leaf)
 
 
 def expected_of(logits, targets, temperature, outputs):
     leaf = logits.double().requires_grad_()
-    divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
     ignored = targets < 0
-    output = reference._outputs(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(outputs))
-    output = [None if x is None else x.masked_fill(ignored, 0) for x in output[:4]]
+    output = reference.token_logprobs_from_logits(
+        leaf, targets.masked_fill(ignored, 0), temperature=temperature, outputs=outputs
+    )
+    output = [None if x is None else x.masked_fill(ignored, 0) for x in output[:5]]
     return [None if x is None else x.detach() for x in output], weighted(output, leaf)
 
 
 def weighted(said, leaf):
     g = torch.Generator().manual_seed(2)
-    wants = [torch.randn(len(leaf), generator=g, dtype=torch.float64).to(leaf.device) for _ in range(4)]
+    wants = [torch.randn(len(leaf), generator=g, dtype=torch.float64).to(leaf.device) for _ in range(5)]
     total = sum((x * w).sum() for x, w in zip(said, wants, strict=False) if x is not None)
     return torch.autograd.grad(total, leaf)[0]
 
@@ -242,7 +243,7 @@ def test_several_blocks_of_rows_match_one(monkeypatch):
 
 def test_no_rows_give_empty_outputs():
     text, gradient = answers(torch.zeros(0, V), torch.zeros(0, dtype=torch.int64), outputs=EVERYTHING)
-    assert [x.shape for x in (*text, gradient)] == [(0,)] * 4 + [(0, V)]
+    assert [x.shape for x in (*text, gradient)] == [(0,)] * 5 + [(0, V)]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_no_rows_give_empty_outputs():
     [
         ({"implementation": "fast"}, SpecError, "one of auto, torch, triton"),
         ({"implementation": "triton"}, SpecError, "float64; the kernels sum in float32"),
-        ({"outputs": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
+        ({"outputs": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit, mean_logit"),
         ({"temperature": 0.0}, ShapeError, "positive and finite"),
         ({"first_token": 3}, ShapeError, "3 to 26"),
     ],

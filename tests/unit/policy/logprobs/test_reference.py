@@ -60,6 +60,7 @@ def test_unrequested_outputs_are_none():
     assert [name for name, x_T in output._asdict().items() if x_T is None] == [
         "entropy_T",
         "mean_squared_logit_T",
+        "mean_logit_T",
         "support_entropy_T",
     ]
 

@@ -8,6 +8,10 @@ loss depends only on the log-probability (and the log-normaliser), backward is o
 An entropy or squared-logit gradient, a soft cap and float16 take one pass over E in between. Over tp, one all-reduce of
 C numbers completes the targets' logits and one of up to 3C the chunk; no maximum is reduced.
 
+The mean logit needs no logits: it is the hidden state times the mean of the head's rows, unless a soft cap bends it:
+
+    mean z = logit_scale (h . mean w + mean b) / temperature
+
 A row whose target is less likely than exp(-60) overflows. If the head is not sharded, a slow kernel computes its
 outputs with its maximum; its gradient is zero, and the driver computes it by an exact engine.
 
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,6 +106,8 @@ class ExpEpilogueEngine:
             exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
             totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, outputs, exponents)
             out, overflowed_C = self._outputs(hidden_CD, temperature, totals_FC, shifts_C, outputs)
+            if "mean_logit" in outputs:
+                out = out._replace(mean_logit_T=self._mean_logits(hidden_CD, temperature))
         count_gemm(len(hidden_CD))
         saved = None if exponentials_CV is None else Saved(exponentials_CV, totals_FC, shifts_C, exponents)
         return Chunk(
@@ -127,6 +134,8 @@ class ExpEpilogueEngine:
                 count_gemm(len(hidden_CD))
             if into.bias_V is not None:
                 self._add_bias(gradient_CV, scales_C, into.bias_V, first=first)
+            if gradients.mean_logit_T is not None:
+                self._add_mean_logits(chunk, gradients.mean_logit_T, into, rows)
 
     @property
     def _kept_dtype(self) -> torch.dtype:  # the range of float32 in 16 bits: float16 would overflow
@@ -187,6 +196,41 @@ class ExpEpilogueEngine:
             BLOCK=block_of(depth),
         )
         return all_sum(logits_C, head.axis) if head.axis is not None and head.is_split else logits_C
+
+    @cached_property
+    def _sum_D(self) -> Tensor:
+        """Sum of this rank's rows of the head, in float32."""
+        if self.head.soft_cap is not None:
+            raise SpecError(
+                "token_logprobs: mean_logit by implementation 'triton'",
+                found=f"soft_cap = {self.head.soft_cap}",
+                rule="the mean of the logits is a product with the mean row of the head, which a soft cap breaks",
+                fix="take implementation='chunked' (policy.logprobs: chunked), which needs only torch",
+            )
+        return self._weight_VD.sum(0, dtype=torch.float32)
+
+    def _mean_logits(self, hidden_CD: Tensor, temperature: float | Tensor) -> Tensor:
+        """Mean over the whole vocabulary of each row's logits; [C], float32."""
+        head, bias_V = self.head, self._bias_V
+        last = self._sum_D.new_zeros(1) if bias_V is None else bias_V.sum()[None]
+        local = torch.cat([self._sum_D, last])
+        whole = all_sum(local, head.axis) if head.axis is not None and head.is_split else local
+        mean = whole / head.vocabulary
+        return (hidden_CD.float() @ mean[:-1] + mean[-1]) * (head.logit_scale / temperature)
+
+    def _add_mean_logits(self, chunk: Chunk, gradient_C: Tensor, into: Accumulators, rows: slice) -> None:
+        """Add the adjoint of `_mean_logits`; an overflowed row, which the exact engine takes, adds nothing."""
+        head, hidden_CD = self.head, chunk.hidden_CD
+        slope_C = gradient_C.to(torch.float32) * (head.logit_scale / chunk.temperature) / head.vocabulary
+        if chunk.overflowed_C is not None:
+            slope_C = slope_C.masked_fill(chunk.overflowed_C, 0)
+        if into.hidden_TD is not None:
+            into.hidden_TD[rows] += slope_C[:, None] * self._sum_D
+        if into.weight_VD is not None:
+            counted_CD = hidden_CD.float().masked_fill((slope_C == 0)[:, None], 0)
+            into.weight_VD[: head.valid] += slope_C @ counted_CD
+        if into.bias_V is not None:
+            into.bias_V[: head.valid] += slope_C.sum()
 
     def _exponentials(
         self,
@@ -305,7 +349,7 @@ class ExpEpilogueEngine:
         rows, depth = hidden_CD.shape
         temperatures_C, one = self._temperatures(chunk.temperature)
         logprob_C, entropy_C, logsumexp_C, squares_C = (
-            None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients
+            None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients[:4]
         )
         exponentials_CV, gradient_CV = saved.exponentials_CV, saved.exponentials_CV.view(hidden_CD.dtype)
         scaled_CD = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)

@@ -61,7 +61,7 @@ def cases(count):
         [None, 4.0],
         [0, 5],
         ["scratch", "own"],
-        [(1, 0, 0, 0), (1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 1), (1, 0, 0, 1)],
+        [(1, 0, 0, 0, 0), (1, 0, 1, 0, 1), (1, 1, 0, 0, 0), (0, 1, 1, 1, 1), (1, 0, 0, 1, 0)],
     )
     return random.Random(7).sample(list(everything), count)
 
@@ -80,8 +80,13 @@ def test_a_chunk_equals_an_exact_one(case):
     targets = torch.randint(0, columns - padding, (rows,), generator=g)
     temperature = 0.5 + torch.rand(rows, generator=g) if temperature == "each" else temperature
     gradients = [torch.randn(rows, generator=g) if use else None for use in uses]
+    outputs = EVERYTHING
+    if cap is not None:  # the mean of capped logits is refused, see below
+        outputs, gradients[4] = EVERYTHING - {"mean_logit"}, None
     result, expected = (
-        chunk_and_back(make, *moved, keep=keep, logit_scale=scale, soft_cap=cap, valid=columns - padding)
+        chunk_and_back(
+            make, *moved, keep=keep, outputs=outputs, logit_scale=scale, soft_cap=cap, valid=columns - padding
+        )
         for make, moved in (
             (
                 lambda head: ExpEpilogueEngine(head, tile=TILES[tile] if DEVICE.type == "cpu" else None),
@@ -277,6 +282,7 @@ def test_a_row_beyond_the_exponential_range_matches_its_logits(options):
             targets,
             temperature,
             [None] * 4,
+            outputs=EVERYTHING - ({"mean_logit"} if "soft_cap" in options else set()),
             **options,
         )[0]
         for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
@@ -315,7 +321,7 @@ def split(uses, temperature):
     axis = make_mesh(tp=torch.distributed.get_world_size())["tp"]
     hidden, weight, _, targets, _, _ = (x.cpu() if isinstance(x, torch.Tensor) else x for x in plain())
     g = torch.Generator().manual_seed(12)
-    bias, gradients = torch.randn(53, generator=g), torch.randn(4, 21, generator=g)
+    bias, gradients = torch.randn(53, generator=g), torch.randn(5, 21, generator=g)
     given = 0.5 + torch.rand(21, generator=g) if temperature == "each" else temperature
     hidden[5] = -200 * weight[targets[5]] / weight[targets[5]].square().sum()
     start, stop, exist = ((0, 32, 32), (32, 53, 21), (53, 60, 0))[axis.rank]
@@ -334,9 +340,10 @@ def split(uses, temperature):
             axis=axis,
             first_token=start,
             soft_cap=6.0 if temperature == 0.7 else None,
+            outputs=EVERYTHING - ({"mean_logit"} if temperature == 0.7 else set()),
         )
     return (
-        chunk.head_output[:4],
+        [x_C for x_C in chunk.head_output[:5] if x_C is not None],
         chunk.overflowed_C,
         into.hidden_TD,
         into.weight_VD[:exist],
@@ -346,12 +353,12 @@ def split(uses, temperature):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks of gloo are interpreted")
-@pytest.mark.parametrize(("uses", "temperature"), [((1, 0, 0, 0), "each"), ((1, 1, 1, 1), 0.7)])
+@pytest.mark.parametrize(("uses", "temperature"), [((1, 0, 0, 0, 1), "each"), ((1, 1, 1, 1, 0), 0.7)])
 def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, temperature, tmp_path):
     ranks = run_ranks(split, 3, tmp_path, uses, temperature)
     hidden, weight, _, targets, _, _ = plain()
     g = torch.Generator().manual_seed(12)
-    bias, gradients = torch.randn(53, generator=g), torch.randn(4, 21, generator=g)
+    bias, gradients = torch.randn(53, generator=g), torch.randn(5, 21, generator=g)
     each = 0.5 + torch.rand(21, generator=g) if temperature == "each" else temperature
     hidden[5] = -200 * weight[targets[5]] / weight[targets[5]].square().sum()
     capped = temperature == 0.7
@@ -366,10 +373,11 @@ def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, tempera
         each,
         [x.masked_fill(lost, 0).double() if use else None for x, use in zip(gradients, uses, strict=True)],
         soft_cap=6.0 if capped else None,
+        outputs=EVERYTHING - ({"mean_logit"} if capped else set()),
     )
     for text, overflowed, *_, beyond in ranks:
         assert torch.equal(overflowed, lost)
-        for one, other in zip(text, chunk.head_output[:4], strict=True):
+        for one, other in zip(text, filter(lambda x: x is not None, chunk.head_output), strict=True):
             torch.testing.assert_close(one[~lost].double(), other[~lost], rtol=1e-5, atol=1e-5)
         assert (beyond == 0).all()
     assert error(sum(rank[2] for rank in ranks), into.hidden_TD) < 2e-5
@@ -391,6 +399,39 @@ def test_saved_bytes_match_the_estimate():
     saved = engine.forward(hidden, targets, temperature, outputs=EVERYTHING, keep="own").saved
     held = sum(x.untyped_storage().nbytes() for x in (saved.exponentials_CV, saved.totals_FC, saved.shifts_C))
     assert held <= engine.saved_bytes(21) <= held + 21 * 16
+
+
+@pytest.mark.parametrize("temperature", [0.7, "each"])
+def test_the_mean_of_logits_equals_an_exact_one(temperature):
+    hidden, weight, _, targets, _, _ = plain()
+    g = torch.Generator().manual_seed(5)
+    bias, slope = torch.randn(53, generator=g).to(DEVICE), torch.randn(21, generator=g).to(DEVICE)
+    each = (0.5 + torch.rand(21, generator=g)).to(DEVICE) if temperature == "each" else temperature
+    result, expected = (
+        chunk_and_back(
+            engine,
+            hidden.to(dtype),
+            weight.to(dtype),
+            bias.to(dtype),
+            targets,
+            each,
+            [None, None, None, None, slope],
+            outputs=frozenset({"mean_logit"}),
+            logit_scale=0.6,
+            valid=50,
+        )
+        for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
+    )
+    mean_C = result[0].head_output.mean_logit_T
+    torch.testing.assert_close(mean_C.double(), expected[0].head_output.mean_logit_T, rtol=1e-5, atol=1e-5)
+    for name in ("hidden_TD", "weight_VD", "bias_V"):
+        assert error(getattr(result[1], name), getattr(expected[1], name)) < RELATIVE[torch.float32], name
+
+
+def test_the_mean_of_capped_logits_is_refused_by_name():
+    hidden, weight, _, targets, _, _ = plain()
+    with pytest.raises(SpecError, match=r"(?s)mean_logit by implementation 'triton'.*chunked"):
+        triton(hidden, weight, targets, outputs=("mean_logit",), soft_cap=4.0)
 
 
 def test_one_scratch_serves_every_chunk():

@@ -1,0 +1,60 @@
+"""Pages of systems: every command is executed, on the dump that the page names, and exits as the page says."""
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+from workbench.cli import main
+
+PAGES = sorted((ROOT / "docs/guides/systems").glob("*.md"))
+SAMPLE = ("verl", "pipelinerl")
+"""Pages of the default suite: one with every stage, one without a live policy."""
+
+
+def executed(text, folder):
+    """Execute the block of a page in a folder; return exit codes and output of its checks."""
+    results = []
+    lines = iter(blocks(text, "bash")[0].splitlines())
+    for line in lines:
+        words = shlex.split(line)
+        if words[:2] == ["cp", "-r"]:
+            for source in words[2:-1]:
+                path = ROOT / source
+                copy = shutil.copytree if path.is_dir() else shutil.copy
+                copy(path, folder / path.name)
+        elif words[0] == "cat":
+            body = iter(lambda: next(lines), "END")
+            (folder / words[2]).write_text("\n".join(body))
+        else:
+            assert words[:3] == ["python", "-m", "workbench"]
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                code = main(words[3:])
+            results.append((code, out.getvalue()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=p.stem, marks=() if p.stem in SAMPLE else pytest.mark.slow) for p in PAGES]
+)
+def test_the_three_commands(page, tmp_path, monkeypatch):
+    text = page.read_text()
+    monkeypatch.chdir(tmp_path)
+    (agrees, doubted, compared) = executed(text, tmp_path)
+    said = [int(code) for code in re.findall(r"\((?:exit code )?(\d)\)", text)]
+    assert [code for code, _ in (agrees, doubted, compared)] == said == [0, 1, 1], [out for _, out in (agrees, doubted)]
+    assert agrees[1].startswith("agrees")
+    assert doubted[1].startswith("differs")
+    assert "first difference" in doubted[1]
+    for phrase in re.findall(r"\*([^*\n]+)\*", text):
+        assert phrase in doubted[1], phrase
+
+
+def test_every_reader_has_a_page():
+    readers = {path.parent.name for path in (ROOT / "workbench/systems").glob("*/dump.py")}
+    assert {page.stem for page in PAGES} >= readers - {"areal"}  # text alone: nothing could differ

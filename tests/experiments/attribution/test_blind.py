@@ -1,0 +1,82 @@
+"""Blind sets of gaps: a set is scored once, by the names of its factors; one that does not fit together is refused."""
+
+import json
+
+import pytest
+import yaml
+
+from experiments.attribution.blind import score as blind
+from tests.helpers.gaps import records
+from workbench.errors import SpecError
+from workbench.mismatch import attribute
+
+ABOUT = [{"id": name, "size": "small"} for name in ("hot", "pair")]
+EXPECTED = {"hot": ["temperature"], "pair": ["temperature", "offset by one"]}
+
+
+def write(folder, given, **sampler):
+    folder.mkdir(parents=True)
+    (folder / "rollouts.jsonl").write_text("\n".join(json.dumps(one) for one in given))
+    settings = {"trainer": {"model": "tiny-qwen3"}, "sampler": {"rollouts": "rollouts.jsonl", **sampler}}
+    (folder / "attribute.yaml").write_text(json.dumps(settings))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write(tmp_path / "cases/planted/hot", records(temperature=0.7))
+    write(tmp_path / "cases/planted/pair", records(temperature=0.7))
+    write(tmp_path / "cases/clean/right", records())
+    write(tmp_path / "cases/clean/wrong", records(temperature=0.7))
+    (tmp_path / "cases/clean/damaged").mkdir()
+    (tmp_path / "causes.yaml").write_text(yaml.safe_dump(ABOUT))
+    (tmp_path / "expected.yaml").write_text(yaml.safe_dump(EXPECTED))
+    monkeypatch.setattr(blind.wb, "attribute", lambda case: attribute(case, draws=0))
+    return tmp_path
+
+
+def test_a_set_is_scored_once(folder, capsys):
+    blind.main([str(folder), "--once"])
+    scores = json.loads((folder / "scores.json").read_text())
+    found = blind.summary(scores)
+    assert (found["singles"], found["first"], found["pairs"], found["both"], found["pairs_first"]) == (1, 1, 1, 0, 1)
+    assert (found["clean"], found["accused"], found["extra"]) == (3, 2, 0)
+    assert "pair: expected" in capsys.readouterr().out
+    with pytest.raises(SpecError, match=r"scores\.json of an earlier time"):
+        blind.main([str(folder), "--once"])
+
+
+@pytest.mark.parametrize("off", ["causes.yaml", "expected.yaml", "cases"])
+def test_a_set_that_does_not_fit_together_is_refused(folder, off):
+    if off == "cases":
+        (folder / "cases/planted/hot").rename(folder / "cases/planted/other")
+    else:
+        kept = ABOUT[1:] if off == "causes.yaml" else {"hot": EXPECTED["hot"]}
+        (folder / off).write_text(yaml.safe_dump(kept))
+    with pytest.raises(SpecError, match="not in all"):
+        blind.score(folder)
+
+
+@pytest.mark.parametrize(
+    ("causes", "expected", "about", "first", "every"),
+    [
+        (["FP8"], ["FP8"], {}, True, True),
+        (["FP8", "routes"], ["routes"], {}, False, True),
+        (["FP8", "routes"], ["routes", "FP8"], {}, True, True),
+        (["FP8"], ["routes", "FP8"], {}, True, False),
+        (["FP8"], [["routes"], ["FP8"]], {}, True, True),
+        ([], ["routes"], {}, False, False),
+        ([], ["routes"], {"undecidable": True}, True, True),
+        ([], ["tokenisation"], {"undecidable": True}, False, False),
+    ],
+)
+def test_a_case_is_judged_by_names(causes, expected, about, first, every):
+    row = blind.judged({"causes": causes, "open": ["routes"]}, about, expected)
+    assert (row["first"], row["all"]) == (first, every)
+
+
+def test_make_writes_the_cases_where_none_are_kept(folder):
+    (folder / "cases").rename(folder / "kept")
+    text = "import shutil, sys\nfrom pathlib import Path\n"
+    (folder / "make.py").write_text(text + "shutil.copytree(Path(__file__).parent / 'kept', sys.argv[1])\n")
+    with blind.cases_of(folder) as cases:
+        assert sorted(path.name for path in (cases / "planted").iterdir()) == ["hot", "pair"]

@@ -1,0 +1,96 @@
+"""Python programs that need not load libraries again: forks of one process that has loaded them for all workers.
+
+A test starts a program through `client.py`, in place of the interpreter (`python`, `kernels`); so does such a program.
+The first one starts the server, `server.py`, which loads the libraries below and none of the workbench, as
+`workbench.launch.forkserver` does: a fork imports the workbench as it is on disk. Where a start from nothing is what a
+test is about (which libraries a command imports, how long it takes), it starts `sys.executable` itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.helpers.programs import write_program
+from tests.helpers.stand_in import stand_in
+from workbench.launch.processes import PRELOAD
+
+FOLDER = Path(__file__).parent
+LIBRARIES = (
+    *PRELOAD,
+    "pandas",
+    "ipykernel.ipkernel",
+    "ipywidgets",
+    "IPython.core.completer",
+)
+"""What kernels, launchers and ranks load. Without matplotlib and ipykernel.kernelapp, which read the environment then
+(MPLBACKEND, JPY_PARENT_PID)."""
+
+
+def python() -> str:
+    """Path of the program that stands for the interpreter; the server is started if there is none."""
+    return str(Path(_server()).with_name("python"))
+
+
+def start_from(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let modules that start ``sys.executable`` start warm programs."""
+    for module in modules:
+        monkeypatch.setattr(module, "sys", stand_in(sys, executable=python()))
+
+
+def kernels(jupyter: Path) -> None:
+    """Make the kernel python3 of a folder of JUPYTER_PATH, which comes before that of the environment, a warm one."""
+    folder = jupyter / "kernels/python3"
+    folder.mkdir(parents=True)
+    argv = [python(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Python 3 (ipykernel)", "language": "python", "metadata": {"debugger": True}}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+
+
+def _server() -> str:
+    """Path of the socket of the server, which all workers of a session share, and which ends with the session.
+
+    Connections wait until it is ready.
+    """
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of-{os.getpid()}")
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp")  # a socket's path: 107 bytes
+    folder = folder / f"wb-warm-{os.getuid()}-{session[:12]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid(), f"{folder} belongs to another user, and programs are started from it"
+    address = folder / "forks"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            write_program(folder / "python", (FOLDER / "client.py").read_text(), "-I", "-S")
+            with socket.socket(socket.AF_UNIX) as listener, (folder / "errors").open("wb") as errors:
+                listener.bind(str(address))
+                listener.listen(64)
+                subprocess.run(
+                    [
+                        sys.executable,
+                        "-P",
+                        str(FOLDER / "server.py"),
+                        str(listener.fileno()),
+                        str(owner),
+                        *LIBRARIES,
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    cwd="/",
+                    start_new_session=True,
+                    pass_fds=[listener.fileno()],
+                    check=True,
+                )
+    return str(address)

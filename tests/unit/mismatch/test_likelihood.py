@@ -1,0 +1,21 @@
+from tests.helpers.gaps import computation, records
+from workbench.mismatch.configuration import Configuration
+from workbench.mismatch.likelihood import DECISIVE, evidence
+
+
+def test_tokens_are_likelier_where_they_were_drawn():
+    own = computation(records(temperature=0.6))
+    right, wrong = Configuration(temperature=0.6), Configuration(temperature=1.0)
+    assert evidence(own, right, wrong) > DECISIVE
+    assert evidence(own, wrong, right) == -evidence(own, right, wrong)
+
+
+def test_a_token_outside_the_support_counts_but_does_not_decide_alone():
+    own = computation(records(temperature=1.0))
+    against = evidence(own, Configuration(top_k=1), Configuration())
+    assert -700 < against < -DECISIVE
+
+
+def test_where_values_were_taken_from_does_not_matter():
+    own = computation()
+    assert evidence(own, Configuration(offset="values +1"), Configuration()) == 0

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from tests.helpers.gaps import computation, recorded, records
+from workbench.mismatch.configuration import Configuration
+from workbench.mismatch.search import Found, better, explain
+
+
+def named(explanation):
+    return [(switch.factor, dict(switch.changes)) for switch in explanation.switches]
+
+
+@pytest.fixture(scope="module")
+def own():
+    return computation(records())
+
+
+def test_a_column_as_stated_has_no_switch(own):
+    assert named(explain(own, Configuration(), recorded(own))) == []
+
+
+def test_rounding_alone_has_no_switch(own):
+    generator = torch.Generator().manual_seed(0)
+    noise_T = 3e-3 * torch.randn(96, generator=generator, dtype=torch.float64)
+    assert named(explain(own, Configuration(), own.column(Configuration()) + noise_T, noise=3e-3)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7},
+        {"head": "bfloat16"},
+        {"precision": "bfloat16"},
+        {"gemms": "fp8_rowwise"},
+        {"offset": "values -1"},
+        {"prefix": "drop_first:1"},
+        {"prefix": "of:+1"},
+        {"top_k": 7},
+    ],
+    ids=str,
+)
+def test_each_is_named_from_its_column(own, changes):
+    column_T = own.column(Configuration(**changes)).nan_to_num(-1.0)
+    [(factor, found)] = named(explain(own, Configuration(), column_T))
+    assert {name: found[name] for name in changes} == changes, factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.7, "precision": "bfloat16"},
+        {"offset": "values +1", "gemms": "fp8_weights_rowwise"},
+        {"prefix": "drop_last:1", "top_p": 0.7},
+        {"head": "bfloat16", "prefix": "before:3"},
+    ],
+    ids=str,
+)
+def test_pairs_are_named_from_their_column(own, changes):
+    column_T = own.column(Configuration(**changes)).nan_to_num(-1.0)
+    found = {
+        name: value
+        for _, switched in named(explain(own, Configuration(), column_T))
+        for name, value in switched.items()
+    }
+    assert {name: found.get(name) for name in changes} == changes
+
+
+def test_a_cause_of_some_documents_acts_in_them_alone(own):
+    column_T = own.column(Configuration()).clone()
+    inside = (own.document_T == 2) | (own.document_T == 5)
+    column_T[inside] = own.column(Configuration(prefix="drop_first:1"))[inside]
+    [switch] = explain(own, Configuration(), column_T).switches
+    assert (switch.factor, switch.documents) == ("wrong prefix", frozenset({2, 5}))
+
+
+@pytest.mark.parametrize(("precision", "named_factors"), [("bfloat16", ["trunk precision"]), ("float32", [])])
+def test_weights_are_told_by_the_middle_of_another_rounding(own, precision, named_factors):
+    """The sampler's rounding is its own: no column comes much nearer; exact values of its weights are in the middle."""
+    noise_T = 3e-3 * torch.randn(96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    column_T = own.exact_column(Configuration(precision=precision)) + noise_T
+    assert [factor for factor, _ in named(explain(own, Configuration(), column_T))] == named_factors
+
+
+def test_a_cause_in_few_of_many_documents_is_found_too():
+    """Nine tokens of ten are exact, and the mean is within the noise; two documents of 24 are not."""
+    own = computation(records() * 3)
+    column_T = own.column(Configuration()).clone()
+    inside = (own.document_T == 3) | (own.document_T == 17)
+    column_T[inside] = own.column(Configuration(prefix="drop_first:1"))[inside]
+    for noise in (0.0, float((column_T - own.column(Configuration())).abs().mean())):
+        [switch] = explain(own, Configuration(), column_T, noise=noise).switches
+        assert (switch.factor, switch.documents) == ("wrong prefix", frozenset({3, 17}))
+
+
+def found(distance, switches=()):
+    return Found(switches, torch.full((96,), -1.0, dtype=torch.float64) + distance, 0.0)
+
+
+def test_what_rounding_could_do_is_not_better():
+    recorded_T, counted_T = torch.full((96,), -1.0, dtype=torch.float64), torch.ones(96, dtype=torch.bool)
+    wide, narrow, half = found(1e-2), found(1e-4), found(0.7e-2)
+    assert better(narrow, wide, recorded_T, counted_T, noise=0.0)
+    assert not better(half, wide, recorded_T, counted_T, noise=0.0)
+    assert not better(wide, narrow, recorded_T, counted_T, noise=0.0)
+    few = torch.zeros(96, dtype=torch.bool)
+    few[:15] = True
+    assert not better(narrow, wide, recorded_T, few, noise=0.0)
