@@ -92,6 +92,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     Raises:
         OSError: the operating system refuses, such as on a full disk. The library raises errors of its own for it.
     """
+    from safetensors.torch import save_file
+
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for key, tensor in tensors.items():
@@ -99,15 +101,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         storage = value.untyped_storage().data_ptr()
         plain[key] = value.clone() if storage in storages else value
         storages.add(storage)
-    return _replace(path, lambda temporary: _save_tensors(plain, temporary))
+    with system_errors(path):
+        return _replace(path, lambda temporary: save_file(plain, temporary))
 
 
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+@contextlib.contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the operating system that the tensor library found on a file as what they are, OSError."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path)
+        yield
     except SafetensorError as error:
         if (number := _OS_ERROR.search(str(error))) is None:
             raise
