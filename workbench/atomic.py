@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOT_FINITE = [{"float": name} for name in ("nan", "inf", "-inf")]
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's std::io::Error prints a number of the operating system
 _CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
 
 
@@ -86,7 +87,11 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Write a safetensors file atomically. Tensors that share memory are written separately."""
+    """Write a safetensors file atomically. Tensors that share memory are written separately.
+
+    Raises:
+        OSError: the operating system refuses, such as on a full disk. The library raises errors of its own for it.
+    """
     from safetensors.torch import save_file
 
     plain: dict[str, Tensor] = {}
@@ -96,7 +101,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         storage = value.untyped_storage().data_ptr()
         plain[key] = value.clone() if storage in storages else value
         storages.add(storage)
-    return _replace(path, lambda temporary: save_file(plain, temporary))
+    with system_errors(path):
+        return _replace(path, lambda temporary: save_file(plain, temporary))
+
+
+@contextlib.contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the operating system that the tensor library found on a file as what they are, OSError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if (number := _OS_ERROR.search(str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def read_tensors(path: Path, *, requested: str, fix: str) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from tests.chaos import file_operations, hostile, launchers, signals
+from tests.chaos import file_operations, filesystems, hostile, launchers, signals
 from tests.chaos.harness import VICTIMS, Story
 from workbench.atomic import from_json, locked, to_json, write_whole
 from workbench.records.provenance import project_root, provenance
@@ -120,6 +120,19 @@ def _operations(campaign: Campaign, folder: Path, draw: random.Random) -> None:
             campaign.cases[f"limit on {kind}"] += 1
 
 
+def _filesystems(campaign: Campaign, folder: Path, draw: random.Random) -> None:
+    """A run on file systems that are really full, out of inodes or read-only; noted as skipped without the right."""
+    for kind in filesystems.KINDS:
+        for trial in range(10):
+            try:
+                outcome = filesystems.tell(folder / f"{kind} {trial}".replace(" ", "-"), kind, draw)
+            except filesystems.Unavailable as error:
+                campaign.outcomes[f"file systems skipped: {error}"] += 1
+                return
+            campaign.cases[f"file system {kind}"] += 1
+            campaign.outcomes[f"file system {kind}: {outcome}"] += 1
+
+
 def _signals(campaign: Campaign, folder: Path, draw: random.Random) -> None:
     for kind in signals.KINDS:
         signals.tell(folder / kind.replace(" ", "-"), kind, draw)
@@ -170,6 +183,7 @@ def _feed(
 TURNS: dict[str, Callable[[Campaign, Path, random.Random], None]] = {
     "kills": _kills,
     "operations": _operations,
+    "filesystems": _filesystems,
     "signals": _signals,
     "launchers": _launchers,
     "specs": _specs,

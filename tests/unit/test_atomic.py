@@ -1,9 +1,11 @@
 """Files are whole or absent; lines detect that they were changed."""
 
+import errno
 import math
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from workbench.atomic import (
     append_line,
@@ -11,6 +13,7 @@ from workbench.atomic import (
     from_json,
     read_lines,
     read_tensors,
+    system_errors,
     to_json,
     write_tensors,
     write_whole,
@@ -77,3 +80,15 @@ def test_damaged_tensors_are_refused_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(RecordError, match="read mine/a"):
         read_tensors(path, requested="read mine/a", fix="again")
+
+
+def test_an_error_of_the_system_in_the_tensor_library_is_one_of_the_system(tmp_path):
+    with pytest.raises(OSError, match="No space left") as error, system_errors(tmp_path / "step0.safetensors"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert error.value.errno == errno.ENOSPC
+    assert error.value.filename == str(tmp_path / "step0.safetensors")
+
+
+def test_another_error_of_the_tensor_library_stays(tmp_path):
+    with pytest.raises(SafetensorError), system_errors(tmp_path):
+        raise SafetensorError("Error while serializing: invalid header")

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.hand_made import make_project, make_run
 from workbench.cli import main
 from workbench.records.directory import RunDirectory
+from workbench.records.lookup import experiments
 
 SMALL, LARGE = 3, 6
 _seen: list[Path] = []
@@ -79,15 +80,15 @@ def test_one_run_is_found_without_the_settings_of_the_others(folders, monkeypatc
 
 
 def test_the_experiments_are_found_without_a_look_at_each_run(folders, monkeypatch):
-    import workbench.records.lookup as lookup
-
-    resolved = Counter()
-    resolve = Path.resolve
-    monkeypatch.setattr(Path, "resolve", lambda path, *rest: (resolved.update([path.name]), resolve(path, *rest))[1])
     counts = []
     for number in (SMALL, LARGE):
         monkeypatch.chdir(folders[number])
-        resolved.clear()
-        assert [folder.name for folder in lookup.experiments()] == ["many"]
-        counts.append(resolved.total())
-    assert counts[0] == counts[1]
+        calls: Counter[object] = Counter()
+        sys.setprofile(lambda frame, event, _, calls=calls: calls.update([frame.f_code] if event == "call" else []))
+        try:
+            found = experiments()
+        finally:
+            sys.setprofile(None)
+        assert [folder.name for folder in found] == ["many"]
+        counts.append(calls[Path.resolve.__code__])
+    assert counts[0] == counts[1] > 0
