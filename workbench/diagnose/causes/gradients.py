@@ -141,7 +141,10 @@ ROUTERS = {"gate", "router"}
 def _router_gradient(facts: Facts) -> Judged:
     """In the highest layer that differs, the experts are right, and the router and what is below it are wrong."""
     experts = {"experts", "gate_up_proj", "down_proj"}
-    if not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS or facts.top_off & experts:
+    mixture = any(".experts." in name for name in facts.right)
+    if not mixture or not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS:
+        return NOT
+    if facts.top_off & experts:
         return NOT
     return 0.87, ["in the highest layer that differs, the experts are right, and their router is not"]
 
