@@ -51,8 +51,8 @@ def test_the_readme_and_the_guide_state_the_figures_of_the_newest_set():
     pairs, accused = (sum(blind.summary(group)[key] for group in groups.values()) for key in ("pairs", "accused"))
     text = (
         f"named the cause of {rich['first']} of {rich['faults']} faults first where float32 records have gradients and "
-        f"values of tokens ({bf16['first']} in bfloat16), of {poor['first']} ({bf16_poor['first']}) from loss and norms "
-        f"alone, and accused {accused} of {pairs} pairs of right runs"
+        f"values of tokens ({bf16['first']} in bfloat16), of {poor['first']} ({bf16_poor['first']}) from loss and "
+        f"norms alone, and accused {accused} of {pairs} pairs of right runs"
     )
     root = blind.FOLDER.parents[2]
     for page in (root / "README.md", root / "docs/guides/diagnose.md"):
