@@ -171,7 +171,9 @@ def sft(x, x0, anchor, a):
     return -x
 
 
-def sft_slope(x, anchor, a):
+def sft_slope(x, anchor, a, *, label_smoothing=0.0):
+    """Of an unsmoothed loss: a smoothed one depends on more than a token's log-probability."""
+    assert not label_smoothing
     return -1.0
 
 

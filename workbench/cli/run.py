@@ -168,7 +168,9 @@ def _refuse_unknown_flags(arguments: Sequence[str], spec: RunSpec) -> None:
         elif setting is not None and setting.kinds:
             found = f"this loss is {spec.loss.surrogate.kind}; {name} is a setting of {', '.join(setting.kinds)}"
         else:
-            hint = did_you_mean(name, sorted(own | known)) if not near else f"did you mean {' or '.join(near)}?"
+            of_verb = did_you_mean(name, sorted(own))  # an option of the verb comes before the end of a setting's name
+            hint = f"did you mean {' or '.join(near)}?" if near and not of_verb else of_verb
+            hint = hint or did_you_mean(name, sorted(known))
             found = f"no such flag{f'; {hint}' if hint else ''}"
         raise SpecError(
             f"run {flag}",

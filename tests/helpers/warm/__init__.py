@@ -87,7 +87,7 @@ def _server() -> str:
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
                     cwd="/",
                     start_new_session=True,
                     pass_fds=[listener.fileno()],

@@ -74,7 +74,7 @@ def test_the_record_is_written_and_the_code_is_the_verdict(verified, tmp_path, c
     verified["record"]["bars"]["distance"]["holds"] = holds
     path = tmp_path / "new" / "mine.json"
     assert verify(["--gpus", "4", "--model", "qwen3-0.6b", "--steps", "9", "--record", str(path)]) == code
-    assert verified["wanted"] == {"gpus": 4, "model": "qwen3-0.6b", "steps": 9}
+    assert verified["wanted"] == {"gpus": 4, "model": "qwen3-0.6b", "steps": 9, "lora_r": 0}
     written = json.loads(path.read_text())
     assert written["command"].startswith("workbench verify --gpus 4")
     assert str(tmp_path) not in written["command"]

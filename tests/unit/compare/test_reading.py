@@ -408,7 +408,7 @@ def test_a_step_of_which_autograd_returns_no_gradient_counts_none():
 
     class Inputs:
         policy_logprobs_T = torch.zeros(2, requires_grad=True)
-        entropy_T = logsumexp_T = mean_squared_logit_T = None
+        entropy_T = logsumexp_T = mean_squared_logit_T = mean_logit_T = None
 
     reached = GradientTokens(Row, Inputs)
     reached._record(None)

@@ -43,7 +43,7 @@ def test_a_preset_keeps_every_invariant(name):
     proof = prove(name, rounds=1, budget_s=120)
     assert proof.ok, proof
     assert not proof.declared
-    assert len(proof.kept) == 14
+    assert len(proof.kept) == 15
 
 
 @pytest.mark.slow

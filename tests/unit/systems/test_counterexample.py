@@ -61,7 +61,7 @@ def test_an_outcome_is_the_evaluators():
     mask_T, count = row.loss_mask_T, row.loss_mask_T.sum()
     expected = -(row.advantages_T * text.logprobs_T + 0.5 * text.entropy_T)[mask_T].sum() / count
     assert result.loss == pytest.approx(float(expected), rel=1e-12)
-    by_logprob, by_entropy, *others = result.gradient_S.chunk(4)
+    by_logprob, by_entropy, *others = result.gradient_S.chunk(5)
     torch.testing.assert_close(by_logprob, torch.where(mask_T, -row.advantages_T, 0.0) / count)
     torch.testing.assert_close(by_entropy, torch.where(mask_T, -0.5, 0.0).double() / count)
     assert not torch.cat(others).any()

@@ -540,6 +540,7 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "pp": 2,
                 "pipeline_schedule": "interleaved_1f1b",
                 "stages_per_rank": 2,
+                "stage_layers": [1, 1, 1, 0],
             },
             "kernels": {"norm": "compiled"},
             "lora": {"r": 3},
@@ -564,6 +565,8 @@ def test_every_setting_is_handed_on(monkeypatch):
         "kernels": {"norm": "compiled", "rope": "torch", "mlp": "torch"},
         "pipeline_schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
+        "stage_layers": (1, 1, 1, 0),
+        "depths": 0,
         "routing": True,
         "lora": spec.lora,
     }
