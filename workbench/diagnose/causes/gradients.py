@@ -16,7 +16,7 @@ from workbench.diagnose.causes import given
 from workbench.diagnose.causes.cause import NOT, Family, Judged
 from workbench.diagnose.causes.whole import another_gradient
 from workbench.diagnose.denominators import names_of, sizes
-from workbench.diagnose.facts import Facts, common_ratio
+from workbench.diagnose.facts import Facts, common_ratio, short
 from workbench.diagnose.record import OTHER_NAMES
 from workbench.metrics.step import LAYERS, parameter_layer
 
@@ -144,7 +144,7 @@ def _router_gradient(facts: Facts) -> Judged:
     mixture = any(".experts." in name for name in facts.right)
     if not mixture or not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS:
         return NOT
-    if facts.top_off & experts:
+    if facts.top_off & experts or {short(name) for name in facts.off} <= ROUTERS:  # routers alone: a sum that they miss
         return NOT
     return 0.87, ["in the highest layer that differs, the experts are right, and their router is not"]
 
