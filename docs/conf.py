@@ -24,6 +24,7 @@ include_patterns = [
     "*.md",
     "docs/*.md",
     "docs/guides/*.md",
+    "docs/guides/systems/*.md",
     "docs/reference/**/*.md",
     "docs/reference/*.md",
     "notebooks/*.md",
@@ -31,6 +32,11 @@ include_patterns = [
     "tests/README.md",
     "workbench/*/README.md",
     "experiments/diagnosis/*.md",
+    "experiments/engine_matrix/*.md",
+    "experiments/*/blind/README.md",
+    "experiments/*/blind/*/README.md",
+    "tests/slurm/README.md",
+    "engines/README.md",
 ]
 exclude_patterns = [".venv", "docs/_build"]
 
@@ -42,6 +48,7 @@ html_show_sourcelink = False
 templates_path: list[str] = []
 
 myst_heading_anchors = 4
+suppress_warnings = ["ref.python"]  # a name without its module that several modules have, in signatures
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
 nb_execution_cache_path = str(ROOT / "docs/_build/notebooks")
@@ -70,6 +77,7 @@ guides/your-loss
 guides/layouts
 guides/mixtures
 guides/lora
+guides/precision
 guides/reproducible-runs
 guides/online-rl
 guides/two-modules
@@ -112,6 +120,7 @@ benchmarks
 :hidden:
 :caption: Packages
 
+../workbench/attach/README
 ../workbench/report/README
 ../workbench/launch/README
 ../workbench/compare/README
@@ -147,6 +156,8 @@ benchmarks
 ../notebooks/07_a_small_rl_run
 ../notebooks/08_what_precision_costs
 ../notebooks/09_five_dimensions
+../notebooks/10_another_systems_step
+../notebooks/11_trainer_and_sampler
 ../notebooks/12_what_a_check_can_see
 ```
 
@@ -161,6 +172,18 @@ Tests <../tests/README>
 Changes <../CHANGELOG>
 Diagnosis, every fault <../experiments/diagnosis/report>
 Diagnosis, unseen faults <../experiments/diagnosis/unseen>
+Engines <../engines/README>
+Slurm in tests <../tests/slurm/README>
+```
+
+```{toctree}
+:hidden:
+:glob:
+:caption: Blind sets and breaks
+
+../experiments/*/blind/README
+../experiments/*/blind/*/README
+../experiments/engine_matrix/*
 ```
 """
 """Navigation of the site, appended to docs/README.md, which is a plain list on a code host."""
