@@ -10,8 +10,6 @@ from workbench.check import check_step
 SAMPLE = ("rank_means", "kl_no_gradient", "compacted", "advantages_swapped", "shard_edges")
 """Cases of the default suite: one for each module of wrong readings."""
 NOT_FIRST = {"mask_shifted": "told as tokens that do not train, and others that should not; as a shift it comes third"}
-    "mask_shifted": "told as the tokens that do not train, and those that should not; as a shift it comes third"
-}
 """Cases that are not named first, and what is told of them."""
 
 
