@@ -221,14 +221,17 @@ def _masks(reading: Reading) -> Iterator[Alternative]:
     last_N = torch.full((dump.num_documents,), -1).scatter_reduce(0, ids_T[mask_T], places_T[mask_T], "amax")
     first_N = torch.full((dump.num_documents,), len(ids_T)).scatter_reduce(0, ids_T[mask_T], places_T[mask_T], "amin")
     same_T = ids_T.roll(1) == ids_T
+    there_T = dump.tokens.get("token_mask", torch.ones_like(mask_T))
+    before_T, after_T = mask_T.roll(1) & same_T, mask_T.roll(-1) & (ids_T.roll(-1) == ids_T)
     masks = {
         "the last trained token of each document does not train": mask_T & (places_T != last_N[ids_T]),
         "the first trained token of each document does not train": mask_T & (places_T != first_N[ids_T]),
-        "the mask is that of the token before": mask_T.roll(1) & same_T,
-        "the mask is that of the token after": mask_T.roll(-1) & (ids_T.roll(-1) == ids_T),
+        "the mask is that of the token before": before_T & there_T,
+        "the mask is that of the token after": after_T & there_T,
     }
+    if not bool(there_T[before_T].all()):
+        masks["the mask is that of the token before, padding too"] = before_T
     silent_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents) == 0
-    there_T = dump.tokens.get("token_mask", torch.ones_like(mask_T))
     masks["documents that are masked as a whole train"] = mask_T | (there_T & silent_N[ids_T])
     if "token_mask" in dump.tokens:
         masks["every token of a completion trains, also what a tool wrote"] = dump.tokens["token_mask"]

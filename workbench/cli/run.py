@@ -47,17 +47,17 @@ class _Options:
     only: tuple[str, ...] = ()
     """Only these configurations or runs, and all that they need."""
     fresh: _Switch = False
-    """Run everything again, not only what is missing."""
+    """Run all again, also what is there."""
     force: _Switch = False
     """Run changed configurations again, next to their old runs, instead of raising an error."""
     detached: _Switch = False
     """Return at once: a process of its own launches, compares and reports, also after this terminal is gone."""
     dry_run: _Switch = False
-    """Print the exact request of every job, and do nothing."""
+    """Print every job's request alone."""
     per_job: int | None = None
     """Runs of one world size that share a job, one after another; by default chosen here."""
     nodes: int = 1
-    """Machines of a job, with equally many ranks."""
+    """Machines, each with as many ranks."""
     notebook: bool = True
     """Execute the report as a notebook too, next to the page."""
     track: TrackerName | None = None

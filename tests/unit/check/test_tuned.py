@@ -9,16 +9,11 @@ from workbench.check import check_step
 
 SAMPLE = ("rank_means", "kl_no_gradient", "compacted", "advantages_swapped", "shard_edges")
 """Cases of the default suite: one for each module of wrong readings."""
-NOT_FIRST = {"mask_shifted": "told as tokens that do not train, and others that should not; as a shift it comes third"}
-"""Cases that are not named first, and what is told of them."""
 
 
-def marks_of(name):
-    slow = [] if name in SAMPLE else [pytest.mark.slow]
-    return slow + [pytest.mark.xfail(reason=NOT_FIRST[name], strict=True) for _ in range(name in NOT_FIRST)]
-
-
-@pytest.mark.parametrize("fault", [pytest.param(f, id=f.id, marks=marks_of(f.id)) for f in FAULTS])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, id=f.id, marks=() if f.id in SAMPLE else pytest.mark.slow) for f in FAULTS]
+)
 def test_a_historical_mistake_is_named_first(fault, tmp_path):
     write(dump_of(fault), tmp_path / "dump")
     check = check_step(tmp_path / "dump")

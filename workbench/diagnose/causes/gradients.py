@@ -135,14 +135,16 @@ def _attention_backward(facts: Facts) -> Judged:
 
 ROUTERS = {"gate", "router"}
 """Names of a mixture's router among the modules of a layer, in `transformers` and in Megatron-LM."""
+ROUTER_LOSSES = "loss/router_"
+"""Beginning of the names of their losses; without one, a gate may be part of a dense layer."""
 
 
-@GRADIENTS.cause("the gradient of routers is wrong: of the losses that balance them, or of the gates of their experts")
+@GRADIENTS.cause("the losses of a mixture's routers are right, and their gradient is not")
 def _router_gradient(facts: Facts) -> Judged:
     """In the highest layer that differs, the experts are right, and the router and what is below it are wrong."""
     experts = {"experts", "gate_up_proj", "down_proj"}
-    mixture = any(".experts." in name for name in facts.right)
-    if not mixture or not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS:
+    losses = any(key.startswith(ROUTER_LOSSES) for step in facts.evidence.trusted.steps for key in step.metrics)
+    if not losses or not facts.gradient_only or not facts.clear or not facts.top_off & ROUTERS:
         return NOT
     if facts.top_off & experts or {short(name) for name in facts.off} <= ROUTERS:  # routers alone: a sum that they miss
         return NOT
@@ -155,7 +157,7 @@ def _layer_input_gradient(facts: Facts) -> Judged:
     if not facts.gradient_only or not facts.clear or not facts.top_off or facts.groups_off() == {"norm"}:
         return NOT
     mlp = {"down_proj", "gate_proj", "up_proj"}
-    before_mlp = {"post_attention_layernorm", "o_proj"} <= facts.top_off and not facts.top_off & (mlp | ROUTERS)
+    before_mlp = {"post_attention_layernorm", "o_proj"} <= facts.top_off and not facts.top_off & mlp
     before_attention = facts.top_off == {"input_layernorm"}
     if not before_mlp and not before_attention:
         return NOT

@@ -123,15 +123,18 @@ def test_an_mlp_with_a_correct_input_gradient_is_distinguished_from_a_wrong_one(
     assert ("the MLP is right" in diagnosis.causes[0].evidence[0]) == told
 
 
-@pytest.mark.parametrize("mixture", [True, False])
-def test_a_router_is_one_where_there_are_experts(mixture):
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_router_is_one_where_its_losses_are_reported(balanced):
     """A dense feed-forward layer may call one of its projections a gate."""
     one, other, experts = torch.randn(3, 40, generator=torch.Generator().manual_seed(40), dtype=torch.float64)
-    name = "model.layers.1.mlp.gate.weight"
-    more = {"model.layers.1.mlp.experts.gate_up_proj": experts} if mixture else {}
+    name, more = "model.layers.1.mlp.gate.weight", {"model.layers.1.mlp.experts.gate_up_proj": experts}
+    told = {"metrics": METRICS | ({"loss/router_balance": 0.1} if balanced else {})}
     wrong = mixed(["embed", ".0.", "1.self_attn", "1.input_layernorm"]) | {name: other}
-    diagnosis = diagnose_records(make_record(changes=more | {name: one}), make_record(changes=more | wrong))
-    assert (diagnosis.causes[0].name == "router_gradient") == mixture, str(diagnosis)
+    right = make_record(changes=more | {name: one}, **told)
+    diagnosis = diagnose_records(right, make_record(changes=more | wrong, **told))
+    assert (diagnosis.causes[0].name == "router_gradient") == balanced, str(diagnosis)
+    alone = diagnose_records(right, make_record(changes=more | {name: other}, **told))
+    assert alone.causes[0].name != "router_gradient", "routers alone miss a sum over ranks"
 
 
 # ---- one module of several
