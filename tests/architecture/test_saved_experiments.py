@@ -63,7 +63,7 @@ def tracked(folder):
 
 def test_experiments_stay_small():
     """Records, pages and notebooks of all experiments, in a clone that should take seconds."""
-    assert sum(path.stat().st_size for path in tracked(EXPERIMENTS)) < 30 * 2**20
+    assert sum(path.stat().st_size for path in tracked(EXPERIMENTS)) < 24 * 2**20
 
 
 @pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)

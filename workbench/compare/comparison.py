@@ -300,7 +300,7 @@ class Comparison:
         """Write the whole comparison as JSON, atomically."""
         configurations = [vars(c) | {"parameters": [vars(p) for p in c.parameters]} for c in self.configurations]
         # in the order in memory: a page shows settings in this order
-        write_whole(path, to_json(vars(self) | {"configurations": configurations}))
+        write_whole(path, to_json(vars(self) | {"configurations": configurations}, indent=None))
 
     @classmethod
     def load(cls, path: Path | str) -> Comparison:
