@@ -221,7 +221,7 @@ def _reproduces(one: _Tried, names: Iterable[str]) -> bool:
 
 
 def _without_counts(null: Numbers, first: Stage) -> tuple[str, ...]:
-    """What differs, without counts: of a stage whose counts no mistake gives."""
+    """Differing quantities, without counts: of a stage whose counts no mistake gives."""
     if not any(name.startswith("counts/") for name in first.compared):
         return ()
     differing = [name for name, mismatch in null.differing.items() if mismatch is not None]

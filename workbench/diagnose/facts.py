@@ -41,7 +41,7 @@ class Facts(LossFacts):
 
     @cached_property
     def outputs(self) -> OutputFacts | None:
-        """What the models gave in the step, and what flowed back into them; None if not both recorders saw it."""
+        """Outputs of the models in the step, and their gradients; None if not both recorders saw it."""
         noise = self.step.noise
         return OutputFacts.of(self.pair, noise.gradient, noise.logprob_nats / OF_NOISE)
 

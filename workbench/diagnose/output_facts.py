@@ -190,7 +190,7 @@ class OutputFacts:
 
     @property
     def shifted(self) -> tuple[int, int] | None:
-        """How far behind their predictions most targets lie, in tokens, if that is known of both and differs."""
+        """Tokens by which most targets lie behind their predictions, if that is known of both and differs."""
         far: list[int] = []
         for seen in (self.trusted, self.suspect):
             clear, *at = seen.get("after") or (0,)
@@ -389,7 +389,7 @@ class OutputFacts:
 
     @property
     def values(self) -> tuple[bool, bool] | None:
-        """Whether the numbers of a critic are the same, and their gradients; None if there is none."""
+        """True if the numbers of a critic, and their gradients, are the same; None if there is none."""
         one, other = (seen.get("values") for seen in (self.trusted, self.suspect))
         if not one or not other:
             return None

@@ -109,7 +109,7 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class EngineStep:
-    """What a case showed; tensors are whole, in float32 or float64.
+    """Result of a case; tensors are whole, in float32 or float64.
 
     Attributes:
         before: weights before the first step, by name.

@@ -61,7 +61,7 @@ Judged = Generator[list[EngineCase], Steps, Outcome]
 
 @dataclass(frozen=True)
 class Trial:
-    """What an invariant is tried on.
+    """Subject of an invariant.
 
     Attributes:
         documents: of one step; a multiple of four.

@@ -50,7 +50,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class State:
-    """What a factor may look at to propose values.
+    """Evidence from which a factor proposes values.
 
     Attributes:
         computation: of the record.

@@ -1,4 +1,4 @@
-"""What the drawn tokens say of the distribution they were drawn from.
+"""Evidence of the drawn tokens on the distribution they were drawn from.
 
 A log-probability recorded at temperature 1 may mean that the sampler drew at temperature 1, or that it drew at another
 one and recorded raw values. The tokens tell the two apart: they are likelier under the distribution they were drawn

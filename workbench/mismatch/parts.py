@@ -167,7 +167,7 @@ def _decided(computation: Computation, stated: Configuration, explanation: Expla
 def _alone(
     computation: Computation, stated: dict[str, Configuration], found: dict[str, Explanation], factor: Factor
 ) -> Tensor | None:
-    """What a factor does alone, from the trainer's values to the sampler's; None if both have the same."""
+    """Effect of a factor alone, from the trainer's values to the sampler's; None if both have the same."""
     own, other = found["trainer"], found["sampler"]
     values = {name: getattr(stated["sampler"], name) for name in factor.fields}
     stated_switch = Switch(factor.name, "", tuple(values.items()))
@@ -224,7 +224,7 @@ def _rounding(stated: Configuration, explanation: Explanation, rest_T: Tensor) -
 
 
 def _undecided(computation: Computation, alarmed: bool, rounded: bool) -> list[str]:
-    """What is missing to decide about factors that could not be switched, or change the rounding alone."""
+    """Records that are missing to decide about factors that could not be switched, or change the rounding alone."""
     sentences = []
     if rounded:
         once = "the sampler's rounding is not reproduced; record one pass over the whole row (prompt_logprobs)"

@@ -35,7 +35,7 @@ class _Model(BaseModel):
 
 
 class Side(_Model):
-    """How one side computes a log-probability."""
+    """Settings by which one side computes a log-probability."""
 
     precision: Dtype = "float32"
     """Of the trunk: weights and activations; parts that the model computes in float32 stay so."""
@@ -48,7 +48,7 @@ class Side(_Model):
     routes: Literal["own", "recorded"] = "own"
     """Of a mixture of experts: chosen by its own router, or those of `sampler_routes`."""
     lora: Lora = "unmerged"
-    """How the adapter is applied, if there is one."""
+    """Application of the adapter, if there is one."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Divisor of the logits."""
     top_k: int = Field(default=0, ge=0)

@@ -22,7 +22,7 @@ SEEDED = "A floor on seeded weights does not transfer to a trained model: measur
 
 @dataclass(frozen=True)
 class Part:
-    """What one factor does to the gap when it is switched alone.
+    """Effect of one factor on the gap when it is switched alone.
 
     Attributes:
         factor: its name.
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Where the gap between trainer and sampler comes from.
+    """Origin of the gap between trainer and sampler.
 
     Attributes:
         verdict: "at the floor": no cause, and no alarm. "explained": causes were found or are stated, and the rest is

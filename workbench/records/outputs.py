@@ -1,4 +1,4 @@
-"""What a model's calls gave, and what flowed back into it: trained tokens, targets, weights, temperature, by row.
+"""Outputs of a model's calls, and their gradients: trained tokens, targets, weights, temperature, by row.
 
 The gradient of a likelihood with respect to the logits of one prediction is c (softmax(z / T) - onehot(y)) / T. So
 logits and their gradient alone tell whether a prediction trains, its target y (the largest element, and the only one of
@@ -62,7 +62,7 @@ class Outputs:
     def see(self, output: Any, positions: Tensor | None = None, ids: Tensor | None = None) -> None:
         """Add the output of a call for these vocabulary ids; without a gradient it is none of training.
 
-        Where ``positions``, [B, T] or [T], that the model was given begin anew, so does a row of the evidence.
+        Where ``positions``, [B, T] or [T], that the model was given begin again, so does a row of the evidence.
         """
         logits, values = _found(output)
         if logits is None:

@@ -86,7 +86,7 @@ def first_ratio(c: Configuration) -> FirstRatio | None:
 
 
 def _differences(settings: Mapping[str, Any]) -> list[str]:
-    """What the old pass of an online run has other than the trainer, by the settings."""
+    """Differences of the old pass of an online run from the trainer, by the settings."""
     online, policy = settings["online"], settings.get("policy") or {}
     faults = [f"planted: {fault}" for fault in settings.get("faults") or ()]
     loss = settings.get("loss") or {}

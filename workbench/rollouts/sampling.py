@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 from workbench.errors import ShapeError, SpecError
 
 Quantity = Literal["raw", "scaled", "truncated"]
-"""What a log-probability is of; see above."""
+"""Quantities of a log-probability; see above."""
 
 ENGINE_MODES: dict[str, Quantity] = {
     "raw_logprobs": "raw",

@@ -293,7 +293,7 @@ class OnlineSpec(Group):
     min_p: float = Field(0.0, ge=0, le=1)
     """The sampler draws from tokens with this share of the largest probability at least; 0: from all."""
     sampler_logprobs: Literal["raw", "scaled", "truncated"] | None = None
-    """What the sampler reports: log-probabilities before the temperature, after it, or within the truncated support,
+    """Quantity that the sampler reports: log-probabilities before the temperature, after it, or in the truncated support,
     which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
     # the longest document of the shipped rollout dataset, prompt included, has 38 tokens
     max_new_tokens: int = Field(64, ge=1)
@@ -393,7 +393,7 @@ class PredictionSpec(Group):
     coefficient: float = Field(0.1, ge=0)
     """Weight of the loss, which is divided by the number of depths."""
     detach: Literal["nothing", "hidden_states", "policy"] = "nothing"
-    """What gets no gradient of this loss: the decoder's last hidden states, or all of the policy (hidden states,
+    """Tensors without a gradient of this loss: the decoder's last hidden states, or all of the policy (hidden states,
     embedding and head), so that only these layers train on it."""
 
     @property

@@ -1,4 +1,4 @@
-"""What the sampler log-probabilities of another system's rollouts are, from its own options of the sampler.
+"""Quantity of the sampler log-probabilities of another system's rollouts, from its own options of the sampler.
 
     trl        top_k, top_p, min_p of `GRPOConfig`; vLLM with logprobs_mode processed_logprobs
     prime_rl   top_k, top_p, min_p of its sampling; vLLM with processed_logprobs

@@ -23,7 +23,7 @@ LIKELY = 0.7
 """Of a pattern that another cause leaves only by accident."""
 FIRST, SECOND, THIRD, LAST = 0.45, 0.4, 0.36, 0.3
 """Of causes that leave the same pattern, none of which is told with confidence. The first is the one that the faults of
-the blind sets 1 to 4, a stated prior, have most often; it is not counted anew."""
+the blind sets 1 to 4, a stated prior, have most often; it is not counted again."""
 LOW = 0.02
 """Nats or relative weight by which rounding to bfloat16 moves a prediction: 2^-9 of a logit of 10."""
 ROUGH = 0.15
