@@ -293,8 +293,8 @@ class OnlineSpec(Group):
     min_p: float = Field(0.0, ge=0, le=1)
     """The sampler draws from tokens with this share of the largest probability at least; 0: from all."""
     sampler_logprobs: Literal["raw", "scaled", "truncated"] | None = None
-    """Quantity that the sampler reports: log-probabilities before the temperature, after it, or in the truncated support,
-    which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
+    """Quantity that the sampler reports: log-probabilities before the temperature, after it, or in the truncated
+    support, which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
     # the longest document of the shipped rollout dataset, prompt included, has 38 tokens
     max_new_tokens: int = Field(64, ge=1)
     """Length limit of a completion."""
