@@ -54,13 +54,16 @@ def test_rslora_of_the_configuration_is_read(tmp_path):
 
 
 def test_a_merge_of_rounded_weights_rounds_twice(tmp_path):
-    write(tmp_path)
+    factors = write(tmp_path)
     adapter = read_adapter(tmp_path)
     weights = {}
     for mode in ("merged", "merged_rounded"):
         model = apply_adapter(load_decoder("tiny-qwen3"), adapter, mode, torch.bfloat16)
         weights[mode] = model.get_submodule(NAME).weight.to(torch.bfloat16)
     assert not torch.equal(weights["merged"], weights["merged_rounded"])
+    up_Or, down_rI = (factors[name].to(torch.bfloat16) for name in "BA")
+    whole_OI = load_decoder("tiny-qwen3").get_submodule(NAME).weight.detach().to(torch.bfloat16)
+    assert torch.equal(weights["merged_rounded"], whole_OI + adapter.scale * (up_Or @ down_rI))
 
 
 @pytest.mark.parametrize(

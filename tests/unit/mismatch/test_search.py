@@ -3,7 +3,8 @@ import torch
 
 from tests.helpers.gaps import computation, recorded, records
 from workbench.mismatch.configuration import Configuration
-from workbench.mismatch.search import Found, better, explain
+from workbench.mismatch.factors import Switch
+from workbench.mismatch.search import GAIN, Found, _pruned, better, explain, score
 
 
 def named(explanation):
@@ -106,3 +107,23 @@ def test_what_rounding_could_do_is_not_better():
     few = torch.zeros(96, dtype=torch.bool)
     few[:15] = True
     assert not better(narrow, wide, recorded_T, few, noise=0.0)
+
+
+def test_gains_of_either_sign_are_not_better_for_their_mean():
+    """Half of the tokens come 40 times nearer, and almost half go 10 times further: a mean that chance can bring."""
+    recorded_T, counted_T = torch.full((40,), -1.0, dtype=torch.float64), torch.ones(40, dtype=torch.bool)
+    before = Found((), recorded_T + 1e-2, 0.0)
+    off_T = torch.where(torch.arange(40) % 2 == 0, 1e-2 / 40, 1e-1).double()
+    after = Found((), recorded_T + off_T, 0.0)
+    assert float((1e-2 / off_T).log().mean()) > GAIN
+    assert not better(after, before, recorded_T, counted_T, noise=0.0)
+
+
+def test_a_switch_without_which_the_column_is_as_near_is_left_out(own):
+    needed = Switch("temperature", "0.7", (("temperature", 0.7),))
+    idle = Switch("attention kernel", "eager", (("attention", "eager"),))
+    column_T, counted_T = own.column(Configuration(temperature=0.7)), own.counted_T
+    both = own.assembled(Configuration(), (needed, idle))
+    best = Found((needed, idle), both, score(both, column_T, counted_T))
+    left = _pruned(own, Configuration(), best, column_T, counted_T, 1e-3)
+    assert [switch.factor for switch in left.switches] == ["temperature"]
