@@ -18,7 +18,10 @@ from tests.parity.cases import many_steps, one_step
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import oracle
 from workbench.policy.decoder import tiny_qwen3
+from workbench.policy.lora import merged_weights
+from workbench.policy.model import load_policy
 from workbench.specs.groups import LayoutSpec
+from workbench.specs.run import RunSpec
 
 RECORDED = {"support": "recorded"}
 FULL = {"record": {"metrics": "full"}}
@@ -101,6 +104,32 @@ def test_metrics_of_the_support_are_those_of_the_stock_model(truth):
     basic = one_step(settings({}) | {"policy": RECORDED}, documents)["metrics"]
     assert "support/mass/mean" in basic
     assert "support/outside/fraction" not in basic, "it takes a GEMM with the head"
+
+
+def test_the_measure_of_supports_is_of_an_adapted_head(truth):
+    documents, _ = truth
+    lora = {"r": 2, "lora_alpha": 40, "target_modules": "lm_head", "init_lora_weights": "random"}
+    run = {"model": {"source": "tiny-qwen3", "seed": 3, "tied": False}, "lora": lora, "policy": RECORDED} | FULL
+    spec = RunSpec.model_validate(settings({}) | run)
+    policy = load_policy("tiny-qwen3", precision="float64", tied=False, seed=3, lora=spec.lora)
+    merged = merged_weights(policy.lora, {name: p.detach() for name, p in policy.model.named_parameters()})
+    model = exact(tiny_qwen3(19, tied=False, seed=3))
+    plain, adapted = (outside_of(model, documents, head) for head in (None, merged["lm_head.weight"]))
+    assert one_step(settings({}) | run, documents)["metrics"]["support/outside/fraction"] == pytest.approx(adapted)
+    assert plain != adapted, "the adapter must matter"
+
+
+def outside_of(model, documents, head):
+    """Share of trained tokens outside the nucleus of a model, with another head if one is given."""
+    if head is not None:
+        model.lm_head.weight.data.copy_(head)
+    outside = []
+    for document in documents:
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0].detach()
+        for t, token in enumerate(document["tokens"]):
+            if document["loss_mask"][t]:
+                outside.append(token not in kept(torch.softmax(logits[t - 1], dim=0).tolist(), top_p=0.9))
+    return sum(outside) / len(outside)
 
 
 def ranks(name, truth, folder):
