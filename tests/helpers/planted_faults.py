@@ -178,7 +178,9 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    special = max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    special = (
+        layout.checkpointing or max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    )
     if special or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
@@ -190,6 +192,7 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             tied=spec.model.tied,
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
+            checkpointing=layout.checkpointing,
             routing=spec.routing.on,
             depths=spec.prediction.depths,
             lora=spec.lora,

@@ -33,6 +33,7 @@ from workbench.policy.sampling import (
     completion_routes,
     with_completion_supports,
 )
+from workbench.policy.tensor_plan import of_prediction
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import for_policy
@@ -142,8 +143,12 @@ class Online:
         }
 
     def _weights(self) -> dict[str, Tensor]:
-        """Weights of the sampler: those of the policy, with adapters merged or not."""
+        """Weights of the sampler: those of the policy, with adapters merged or not.
+
+        The sampler is a stock decoder, without the layers that predict further tokens.
+        """
         weights = full_weights(self.policy.model, self.policy.shards, self.mesh)
+        weights = {name: value for name, value in weights.items() if not of_prediction(name)}
         return weights if self.policy.lora is None else sampler_weights(self.policy.lora, weights)
 
     # ---- sampling completions ------------------------------------------------------------------------
