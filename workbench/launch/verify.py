@@ -100,7 +100,7 @@ class Task:
         """Implementations of context parallelism: torch's, where it can train, and ours."""
         return ("torch", "ours") if self.device == "cuda" else ("ours",)
 
-    def layouts(self) -> dict[str, dict[str, int]]:
+    def layouts(self) -> dict[str, dict[str, Any]]:
         """Layouts of the workbench's own step: pipeline stages, and experts on the ranks of dp; none with adapters."""
         if self.lora_r:
             return {}
