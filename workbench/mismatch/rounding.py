@@ -123,17 +123,16 @@ class RandomRounding(TorchDispatchMode):
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention as flash kernels compute it: scores and sums in float32, weights rounded before the second GEMM."""
-        plain = func(*args, **kwargs)
+        plain, given = func(*args, **kwargs), by_name(func, args, kwargs)
         query, key, value = (a.double() for a in args[:3])
         dtype, wide = args[0].dtype, torch.float32
-        scale = kwargs.get("scale") or 1 / math.sqrt(query.shape[-1])
+        scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
         if key.shape[1] != query.shape[1]:
             key, value = (a.repeat_interleave(query.shape[1] // a.shape[1], 1) for a in (key, value))
         products = query @ key.transpose(-1, -2)
         scores = self.round((products + self.partial_sums(query, key.transpose(-1, -2))) * scale, wide).double()
-        mask = kwargs.get("attn_mask")
-        causal = kwargs.get("is_causal", args[4] if len(args) > 4 else False)
-        if causal:
+        mask = given.get("attn_mask", given.get("attn_bias"))
+        if given["is_causal"]:
             rows, columns = scores.shape[-2:]
             scores = scores.masked_fill(
                 torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(1), -torch.inf
@@ -147,6 +146,13 @@ class RandomRounding(TorchDispatchMode):
         mixed = self.round(kept @ value + self.partial_sums(kept, value), wide).double()
         output = self.round(mixed / total, dtype)
         return (output, *plain[1:]) if isinstance(plain, tuple | list) else output
+
+
+def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operation by the names of its schema: kernels have them in orders of their own."""
+    arguments = func._schema.arguments
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return defaults | dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _log_softmax(mode: RandomRounding, args: Any, dtype: torch.dtype) -> Tensor:
