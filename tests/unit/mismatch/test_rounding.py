@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from workbench.mismatch.rounding import NEAREST, RUN, RandomRounding, by_name, stochastic, unit
+from workbench.mismatch import rounding
+from workbench.mismatch.rounding import NEAREST, RandomRounding, by_name, stochastic, unit
+
+RUN = rounding.RUN["cpu"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
