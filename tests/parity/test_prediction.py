@@ -225,6 +225,7 @@ def test_a_detached_prediction_leaves_the_adapter_of_the_head():
     """With ``detach: policy`` the head's adapter is part of the policy: only the layers trained whole learn from it."""
     documents = truth("dense")[0]
     adapters = {"r": RANK, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["prediction"]}
+    adapters["init_lora_weights"] = "random"  # a B of zeros leaves A without a gradient, whatever is detached
 
     def step(coefficient):
         prediction = {"prediction": {"depths": 1, "coefficient": coefficient, "detach": "policy"}}

@@ -184,7 +184,7 @@ def piece_of_norm(values: Tensor, recorded: float) -> tuple[int, int] | None:
     for dim, pieces, halves in itertools.product(range(values.dim()), range(2, MOST_PIECES + 1), (1, 2)):
         if values.shape[dim] % (pieces * halves) == 0:
             piece = values.unflatten(dim, (halves, pieces, -1)).select(dim + 1, 0)
-            if recorded and _near(_norm(piece), float(recorded), _tolerance(values)):
+            if recorded and _near(_norm(piece), float(recorded), min(_tolerance(values), SAME_RATIO)):
                 return dim, pieces
     return None
 
