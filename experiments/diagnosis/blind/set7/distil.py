@@ -1,4 +1,4 @@
-"""Distillation on left-padded answers: soft loss against a larger teacher at a temperature, mixed with that of labels."""
+"""Distillation on left-padded answers: soft loss against a larger teacher at a temperature, and that of labels."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def train(run: Run) -> None:
                 trained = batch.real & (batch.places > 0)
                 logits = model(input_ids=batch.ids, attention_mask=batch.real.long()).logits
                 nll, penalty = losses_of(run, logits, batch.ids)
-                # as under DDP: gradients of ranks are averaged, so each divides by all tokens and multiplies by the ranks
+                # as under DDP: gradients of ranks are averaged, so each multiplies its share by the ranks
                 loss = run.add((nll + penalty) * trained) / tokens * ranks
                 loss.backward()
                 sums["nll"] += run.add(nll * trained).item() / tokens

@@ -1,4 +1,4 @@
-"""PPO with a critic on the same trunk: GAE, KL in the reward, whitening, clipped values, entropy bonus, its own clipping."""
+"""PPO with a critic on its trunk: GAE, KL in the reward, whitening, clipped values, entropy bonus, its own clipping."""
 
 from __future__ import annotations
 

@@ -66,9 +66,8 @@ def train(run: Run) -> None:
         for rank in range(ranks):
             for part in chunks(pairs[rank::ranks], micro):
                 batch = padded([d for pair in part for d in pair], multiple=run.get("multiple", 1))
-                scores = model(
-                    batch.ids, attention_mask=batch.real, position_ids=batch.positions, last=last_of(run, batch)
-                )
+                last = last_of(run, batch)
+                scores = model(batch.ids, attention_mask=batch.real, position_ids=batch.positions, last=last)
                 good, bad = scores[0::2], scores[1::2]
                 margin = margins[batch.doc[0::2].max(1).values // 2]
                 if run.bug("margin_ignored"):
