@@ -41,8 +41,6 @@ class Run:
 
     def recorder(self, model: nn.Module, optimizer: torch.optim.Optimizer, **context: Any) -> wb.Recorder:
         settings = context if self.rich else {k: v for k, v in context.items() if k in ("dp", "micro_batches")}
-        if self.precision == "bf16":
-            settings["precision"] = "bfloat16"
         return wb.Recorder(self.folder, model, optimizer, context=settings, gradients="full" if self.rich else "norms")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
