@@ -49,7 +49,7 @@ def train(run: Run) -> None:
     micro = run.get("micro", MICRO)
     model = initialise(Decoder(rotary=True, kernel=run.get("kernel", "sdpa")), run.seed)
     reference = model if run.bug("reference_is_policy") else neighbour(model, run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=0.0, foreach=run.get("foreach", True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, foreach=run.get("foreach", True))
     recorder = run.recorder(
         model, optimizer, micro_batches=-(-GROUP * PROMPTS // MINI // micro), max_grad_norm=1.0, temperature=1.0,
         denominator="tokens of the mini-batch", kl_coefficient=BETA, clip_low=LOW, clip_high=HIGH,

@@ -25,7 +25,7 @@ from common import (
 )
 from torch import Tensor
 
-DOCS, GROUP, EPOCHS, CAPACITY, EPSILON, CAP = 12, 4, 2, 36, 0.2, 1.3
+DOCS, GROUP, EPOCHS, CAPACITY, EPSILON, CAP = 12, 4, 2, 36, 0.3, 1.3
 
 
 def per_document(values: Tensor, batch: Batch, mask: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ def losses_of(run: Run, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def train(run: Run) -> None:
     ranks, micro = run.get("ranks", RANKS), run.get("micro", MICRO)
     model = build(run)
-    optimizer = torch.optim.AdamW(groups_of(run, model), lr=8e-3, betas=(0.9, 0.98), foreach=run.get("foreach", True))
+    optimizer = torch.optim.AdamW(
+        groups_of(run, model), lr=8e-3, betas=(0.9, 0.98), eps=1e-6, foreach=run.get("foreach", True)
+    )
     recorder = run.recorder(
         model,
         optimizer,

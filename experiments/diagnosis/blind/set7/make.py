@@ -102,11 +102,13 @@ def short(x: float) -> float:
 def check(part: str = "") -> None:
     """Write measured.yaml: of faults the step that stands out most, of pairs the largest distance."""
     faults, pairs = read("faults.yaml"), read("right_pairs.yaml")
-    found: dict[str, Any] = {"faults": {}, "pairs": []}
+    kept = HERE / "measured.yaml"
+    found: dict[str, Any] = yaml.safe_load(kept.read_text()) if kept.exists() else {"faults": {}, "pairs": {}}
     for row in faults:
         if part not in row["id"]:
             continue
-        mine = found["faults"].setdefault(row["id"], {})
+        mine: dict[str, Any] = {}
+        found["faults"][row["id"]] = mine
         for precision in ("float32", "bf16"):
             right = measured(row, precision, None, {})
             wrong = distances(right, measured(row, precision, row["fault"], {}))
@@ -134,8 +136,8 @@ def check(part: str = "") -> None:
             bound = 1e-4 if precision == "float32" else 0.15
             if max(moved[precision].values()) > bound:
                 print("FAR", row["id"], row["a"], row["b"], precision, moved[precision])
-        found["pairs"].append({"id": row["id"], **moved})
-    (HERE / "measured.yaml").write_text(yaml.safe_dump(found, sort_keys=False))
+        found["pairs"][row["id"]] = moved
+    kept.write_text(yaml.safe_dump(found, sort_keys=False))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def train(run: Run) -> None:
     if run.bug("value_head_left_out"):
         trained = [p for n, p in model.named_parameters() if not n.startswith("value.")]
     optimizer = torch.optim.AdamW(
-        trained, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=run.get("foreach", True)
+        trained, lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=run.get("foreach", True)
     )
     recorder = run.recorder(
         model, optimizer, micro_batches=-(-DOCS // micro), max_grad_norm=BOUND, temperature=1.0, gae_lambda=LAMBDA,
