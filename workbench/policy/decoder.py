@@ -99,7 +99,7 @@ def _load(source: str, folder: Path) -> Any:
             f"load model.source = {source!r}",
             found=str(error).splitlines()[0],
             rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
-            f"{', '.join(TINY)}",
+            f"one of {', '.join(TINY)}",
             fix=f"check the path (the folder {source!r} is looked up under the project root)",
         ) from None
     mismatches = [
