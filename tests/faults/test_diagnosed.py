@@ -55,6 +55,7 @@ EXPECTED = {
     "projections_gather_other_ranks": "hidden_of_other_ranks",
     "attention_returns_to_built_group": "attention_of_first_row",
     "tied_weight_of_each_end": "ends_not_summed",
+    "stage_layers_numbered_locally": "other_layers",
 }
 """Fault -> the cause of its kind."""
 

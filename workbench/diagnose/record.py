@@ -5,7 +5,7 @@ a recorder wrote (`workbench.records.trainer_files` owns its format):
 
     record.json                                  {"context": {...}}
     steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line, and
-                                                 "evidence" where a run of the workbench counted it
+                                                 "evidence" and "weight_norms" where a run of the workbench has them
     tensors/step0000.gradients.safetensors       whole gradients, by parameter
     tensors/step0000.tokens.safetensors          per-token values in source order, [S] each
 
@@ -108,6 +108,7 @@ class RecordedStep:
         certificate: of the step, if a run has one.
         observed: what a recorder saw by itself, see `workbench.records.observed`.
         partial_metrics: names of metrics that are of parts of the step, such as its last micro-batch.
+        weight_norms: L2 norm of each whole parameter before the step; of the first step of a run of the workbench.
     """
 
     number: int
@@ -121,6 +122,7 @@ class RecordedStep:
     certificate: Certificate | None = None
     observed: Mapping[str, Any] = field(default_factory=dict)
     partial_metrics: Sequence[str] = ()
+    weight_norms: Mapping[str, float] = field(default_factory=dict)
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -230,6 +232,7 @@ class Record:
                 | {name: dict(getattr(step, name)) for name in ("metrics", "gradient_norms", "counts")}
                 | ({"evidence": dict(step.evidence)} if step.evidence else {})
                 | ({"observed": dict(step.observed)} if step.observed else {})
+                | ({"weight_norms": dict(step.weight_norms)} if step.weight_norms else {})
                 | ({"partial_metrics": list(step.partial_metrics)} if step.partial_metrics else {}),
             )
         return folder
@@ -275,7 +278,7 @@ def _loaded(folder: Path, step: Mapping[str, Any], names: MetricNames) -> Record
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
     measured: dict[str, Any] = {
-        name: step.get(name) or {} for name in ("gradient_norms", "counts", "evidence", "observed")
+        name: step.get(name) or {} for name in ("gradient_norms", "counts", "evidence", "observed", "weight_norms")
     }
     tensors: dict[str, Any] = {kind: of_kind(kind) for kind in ("gradients", "tokens")}
     metrics, partial = names.renamed(step.get("metrics") or {}, step.get("partial_metrics") or ())
@@ -322,6 +325,7 @@ def _of_run(run: RunDirectory) -> Record:
                 {name: tokens[name] for name in tokens if name in _MEASURED_TOKENS or _OF_DEPTHS.match(name)} | places,
                 {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
                 read_certificate(run, number) if "certificate" in line else None,
+                weight_norms=line.get("weight_norms") or {},
             )
         )
     return Record(context_of(spec, rollouts), tuple(steps), run.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -134,3 +136,33 @@ def _ends_not_summed(facts: Facts) -> Judged:
     return 0.9, [
         "only the embedding, which is the head too, has another gradient: the parts of both ends are not summed"
     ]
+
+
+_SAME_WEIGHTS = 1e-6
+"""Relative distance of two norms of the same weights: of sums in float64 of numbers in any precision."""
+
+
+@SLICES.cause("layers of a pipeline stage have the weights of other layers", "pp", uses=())
+def _other_layers(facts: Facts) -> Judged:
+    """Every norm that differs before the first step is that of the same weight in another layer of the trusted run."""
+    trusted, suspect = (record.steps[0].weight_norms for record in (facts.evidence.trusted, facts.suspect))
+    off = [
+        name
+        for name, norm in trusted.items()
+        if name in suspect and not math.isclose(norm, suspect[name], rel_tol=_SAME_WEIGHTS)
+    ]
+    taken: dict[int | None, set[int]] = {}
+    for name in off:
+        layer, alike = parameter_layer(name), _of_layers(name, trusted)
+        here = {other for other, norm in alike.items() if math.isclose(norm, suspect[name], rel_tol=_SAME_WEIGHTS)}
+        taken[layer] = taken.get(layer, here) & here
+    if not taken or not all(taken.values()):
+        return NOT
+    listed = ", ".join(f"layer {layer} those of layer {min(others)}" for layer, others in taken.items())
+    return 0.97, [f"before the first step, {listed} of the trusted run"]
+
+
+def _of_layers(name: str, norms: Mapping[str, float]) -> dict[int, float]:
+    """Norm of the same weight in each layer."""
+    pattern = re.compile(re.sub(r"\\\.\d+\\\.", r"\\.(\\d+)\\.", re.escape(name), count=1) + "$")
+    return {int(match[1]): norm for other, norm in norms.items() if (match := pattern.match(other)) and match.lastindex}

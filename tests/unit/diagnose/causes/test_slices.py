@@ -94,3 +94,27 @@ def test_ends_of_a_pipeline_that_are_not_summed():
     trusted = make_record({"pp": 2}, gradients=tied, gradient_norms=norms)
     other = norms | {"model.embed_tokens.weight": float(wrong["model.embed_tokens.weight"].norm())}
     assert first(trusted, make_record({"pp": 2}, gradients=wrong, gradient_norms=other))[0] == "ends_not_summed"
+
+
+def test_layers_that_have_the_weights_of_others():
+    norms = {name: 1.0 + number / 7 for number, name in enumerate(gradients())}
+
+    def record(**changed):
+        weights = norms | {name.replace("__", "."): norm for name, norm in changed.items()}
+        return make_record({"pp": 2}, weight_norms=weights, tokens=values(policy_logprobs=lambda p: p - 1), loss=0.4)
+
+    trusted = make_record({"pp": 2}, weight_norms=norms)
+    of_first = {name.replace(".1.", ".0."): name for name in norms if ".1." in name}
+    copied = {name.replace(".", "__"): norms[first] for first, name in of_first.items() if first in norms}
+    name, evidence = first(trusted, record(**copied))
+    assert name == "other_layers"
+    assert "layer 1 those of layer 0" in evidence
+    some = dict(list(copied.items())[:-1]) | {list(copied)[-1]: 0.123}
+    third = {name.replace(".1.", ".2."): norm + 0.05 for name, norm in norms.items() if ".1." in name}
+    norms |= third  # of which one weight is that of the first layer, and all others those of the second
+    trusted = make_record({"pp": 2}, weight_norms=norms)
+    mixed_up = {name: norms[name.replace(".2.", ".1.")] for name in third}
+    mixed_up[min(third)] = norms[min(third).replace(".2.", ".0.")]
+    two_layers = {name.replace(".", "__"): norm for name, norm in mixed_up.items()}
+    for other in (some, {}, {"lm_head__weight": 5.0}, two_layers):
+        assert "other_layers" not in names(trusted, record(**other))
