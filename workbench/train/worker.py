@@ -172,7 +172,9 @@ def _take_steps(
     first = continue_run(run, policy, optimizer, scale)
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer, scale)
-    weights = weight_norms(policy.model, policy.shards, mesh) if spec.record.gradients != "none" else {}
+    # The reproducible mode has fingerprints of weights instead, whose bits do not depend on the layout as sums do.
+    noted = spec.record.gradients != "none" and not spec.reproducible.on
+    weights = weight_norms(policy.model, policy.shards, mesh) if noted else {}
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         if preemption is not None:
             preemption.begin_step(number)
