@@ -173,7 +173,7 @@ def _take_steps(
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer, scale)
     # The reproducible mode has fingerprints of weights instead, whose bits do not depend on the layout as sums do.
-    noted = spec.record.gradients != "none" and not spec.reproducible.on
+    noted = first == 0 and spec.record.gradients != "none" and not spec.reproducible.on
     weights = weight_norms(policy.model, policy.shards, mesh) if noted else {}
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         if preemption is not None:
@@ -216,7 +216,7 @@ def _take_steps(
             numbers: dict[str, Any] = dict(data.numbers) | (
                 {CONTINUES: continued_from(run)} if number == first > 0 else {}
             )
-            numbers |= {"weight_norms": weights} if weights and number == first else {}
+            numbers |= {"weight_norms": weights} if weights and number == 0 else {}
             if scale.interval is not None:
                 numbers |= {"precision/loss_scale": policy.loss_scale, "precision/skipped": float(not accepted)}
             _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
