@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from workbench.diagnose.denominators import Divisions, Way
 from workbench.diagnose.record import RecordedStep, whole
+from workbench.diagnose.stated import caps, clip_ranges, is_number
 
 MARGIN = 2e-5
 """Of the mean absolute value of a token: sums in float32 of some thousand tokens are right to a part of it."""
@@ -82,7 +83,7 @@ def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form
     if not len(here):
         return []
     noted, found = tokens["losses"].double()[here], []
-    penalties, entropy = _penalties(tokens), _entropy(tokens)
+    penalties, entropy = penalties_of(tokens), _entropy(tokens)
     for form, values in _surrogates(tokens, context):
         scale = float(values[trained].abs().mean())
         left = noted - values[here]
@@ -123,7 +124,7 @@ def kinds_of_ratios(step: RecordedStep) -> set[str]:
     noted = tokens["ratios"].double()[trained]
     if not len(noted) or float((noted - 1).abs().max()) < NEAR_1:
         return set()
-    kinds = {kind: values.exp()[trained] for kind, values in _log_ratios(tokens).items()}
+    kinds = {kind: values.exp()[trained] for kind, values in log_ratios(tokens).items()}
     known = {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
     return known or _over_other_counts(noted.log(), {kind: ratios.log() for kind, ratios in kinds.items()})
 
@@ -157,9 +158,9 @@ def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Exp
     if not {"documents", "ref_logprobs"} <= set(tokens):
         return
     trained, policy = tokens["trained"].bool(), tokens["policy_logprobs"].double()
-    betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if _number(context.get(name))]
+    betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if is_number(context.get(name))]
     for of, values in (("", policy - tokens["ref_logprobs"].double()), (" without a reference", policy)):
-        sums, means = (each[trained] for each in _over_documents(values, tokens["documents"], trained))
+        sums, means = (each[trained] for each in over_documents(values, tokens["documents"], trained))
         first = _first_places(tokens["documents"][trained])
         if len(first) % 2:
             return
@@ -204,7 +205,9 @@ def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[
     names = set(whole(step.tokens))
     others = [other for other in steps if other.number != step.number and other.loss is not None]
     several = [step, *(other for other in others if names <= set(whole(other.tokens)))][:MOST_STEPS]
-    stated = [next((float(context[name]) for name in of if _number(context.get(name))), None) for of in (_KL, _ENTROPY)]
+    stated = [
+        next((float(context[name]) for name in of if is_number(context.get(name))), None) for of in (_KL, _ENTROPY)
+    ]
     divisions = [Divisions(each, context) for each in several]
     shared = [text for text in divisions[0].descriptions if all(text in each.descriptions for each in divisions)]
     places = [[each.descriptions.index(text) for text in shared] for each in divisions]
@@ -222,7 +225,7 @@ def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[
         rows = [each.losses(values[None])[0] for each, values in zip(divisions, of_steps, strict=True)]
         return torch.stack([row[at] for row, at in zip(rows, places, strict=True)], -1)
 
-    penalties = [_penalties(whole(each.tokens)) for each in several]
+    penalties = [penalties_of(whole(each.tokens)) for each in several]
     terms = {kind: by_way([each[kind] for each in penalties]) for kind in penalties[0]}
     entropies = [-whole(each.tokens)["entropy_nats"].double() for each in several if "entropy_nats" in names]
     entropy = by_way(entropies) if entropies else None
@@ -272,8 +275,8 @@ def _coefficients(
 def _fitted(columns: Tensor, values: Tensor, margin: float) -> list[float] | None:
     """Coefficients of the columns, if they give all values within the margin, and people would set them so."""
     sizes = columns.norm(dim=0)
-    if not bool((sizes > 0).all()):
-        return None
+    if not bool((sizes > 0).all() & sizes.isfinite().all() & values.isfinite().all()):
+        return None  # a reference that allows a token nothing, for one
     scaled = columns / sizes
     if len(columns[0]) > 1 and abs(float(scaled[:, 0] @ scaled[:, 1])) > 1 - 1e-9:
         return None
@@ -292,16 +295,12 @@ def _with(form: Form, kind: str | None, bonus: bool, fitted: Sequence[float]) ->
     return form._replace(penalty=penalty, entropy=f"minus {texts[-1]} times the entropy" if bonus else "")
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _margins(values: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
     """[F] tolerances of values [F, S]."""
     return MARGIN * values[:, tokens["trained"].bool()].abs().mean(1)
 
 
-def _penalties(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def penalties_of(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Estimators of the divergence from a reference, http://joschu.net/blog/kl-approx.html, and mistakes of them."""
     if "ref_logprobs" not in tokens:
         return {}
@@ -328,7 +327,8 @@ def _surrogates(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Ite
         far = tokens["old_logprobs"].double() - tokens["sampler_logprobs"].double()
         if bool(far.abs().max() <= 1e-6):
             return
-        for (kind, of), most in itertools.product((("old over sampler", far), ("sampler over old", -far)), TRUNCATIONS):
+        largest = dict.fromkeys([*caps(context), *TRUNCATIONS])
+        for (kind, of), most in itertools.product((("old over sampler", far), ("sampler over old", -far)), largest):
             text, weights = f"weighed by {kind}" + ("" if most == math.inf else f" up to {most:g}"), of.exp()
             yield from ((form._replace(correction=text), values * weights.clamp_max(most)) for form, values in plain)
 
@@ -342,11 +342,11 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
     yield Form("advantage times log-probability"), -advantages * policy
     if {"old_logprobs", "sampler_logprobs"} & set(tokens):
         yield Form("advantage times a ratio of 1"), -advantages
-    for kind, values in _log_ratios(tokens).items():
+    for kind, values in log_ratios(tokens).items():
         ratios = values.exp()
         plain = ratios * advantages
         yield Form(kind, "without a clip"), -plain
-        for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
+        for low, high in dict.fromkeys([*clip_ranges(context), *BOUNDS]):
             bounded = ratios.clamp(1 - low, 1 + high)
             clipped, text = bounded * advantages, f"clipped at {low:g} and {high:g}"
             smaller = torch.minimum(plain, clipped)
@@ -358,7 +358,7 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
             yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
 
 
-def _log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Logarithms of every kind of ratio that the noted log-probabilities give, [S], by kind."""
     policy, trained = tokens["policy_logprobs"].double(), tokens["trained"].bool()
     kinds = {}
@@ -367,28 +367,14 @@ def _log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
             log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
             kinds[f"ratios{of}"] = log_ratios
             if "documents" in tokens:
-                sums, means = _over_documents(log_ratios, tokens["documents"], trained)
+                sums, means = over_documents(log_ratios, tokens["documents"], trained)
                 kinds |= {f"ratios of documents{of}": means, f"ratios multiplied over documents{of}": sums}
     return kinds
 
 
-def _over_documents(values: Tensor, documents: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
+def over_documents(values: Tensor, documents: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and mean over the trained tokens of each token's document."""
     _, place = torch.unique(documents, return_inverse=True)
     sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values * trained)
     counts = torch.zeros_like(sums).index_add_(0, place, trained.double())
     return sums[place], (sums / counts.clamp_min(1))[place]
-
-
-def _given(context: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
-    """Clip ranges that the context states, under the names of several trainers."""
-    both = next((context[name] for name in ("clip", "clip_ratio", "cliprange", "epsilon") if name in context), None)
-    low, high = (
-        next((context[name] for name in names if name in context), both)
-        for names in (
-            ("clip_low", "clip_ratio_low", "epsilon_low", "eps_clip"),
-            ("clip_high", "clip_ratio_high", "epsilon_high", "eps_clip_high"),
-        )
-    )
-    if _number(low) and _number(high):
-        yield float(low), float(high)  # type: ignore[arg-type]

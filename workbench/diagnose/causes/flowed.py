@@ -15,7 +15,8 @@ from typing import Any
 from workbench.diagnose.causes import given
 from workbench.diagnose.causes.cause import Judged
 from workbench.diagnose.facts import Facts
-from workbench.diagnose.output_facts import FEW, OutputFacts, Row
+from workbench.diagnose.output_facts import FEW, LIKELIHOODS, OutputFacts
+from workbench.diagnose.output_rows import Row
 
 PROVED = 0.93
 """Of a pattern with exact numbers that no other cause leaves."""
@@ -65,10 +66,11 @@ def objective(facts: Facts) -> str:
     outputs = facts.outputs
     if outputs is None:
         return named
-    if outputs.trusted["likelihoods"] < 0.5 and outputs.values is None:
-        return "distillation"
-    if outputs.of_tokens and all(row.positive == row.trained for row in outputs.rows[0]):
+    likelihoods = outputs.trusted["likelihoods"]
+    if likelihoods >= LIKELIHOODS and all(row.positive == row.trained for row in outputs.rows[0]):
         return "likelihood"
+    if likelihoods < 0.5 and outputs.values is None:
+        return "likelihood" if named == "likelihood" and not outputs.of_tokens else "distillation"
     if outputs.opposed:
         return "preference"
     return named if named in ("preference", "policy") else "policy"
@@ -79,7 +81,10 @@ def flowed(facts: Facts) -> Found:
     outputs = facts.outputs
     if outputs is None or not (facts.loss_same is False or facts.gradient_same is False):
         return {}
-    if (temperatures := outputs.temperatures) is not None:
+    if facts.turned_before:
+        text = "every prediction pulls the other way, from a step on in which losses and norms of gradients agree"
+        return {"other_loss": (FIRST, [text]), "other_data": (SECOND, [text]), "advantages": (THIRD, [text])}
+    if (temperatures := outputs.temperatures) is not None and facts.step.token_same("policy_logprobs") is not True:
         right, wrong = temperatures
         text = f"gradients of logits are those of temperature {wrong:.4g}, and of {right:.4g} in the trusted run"
         return {"temperature": (0.95, [text])}
@@ -121,12 +126,16 @@ def _value_right(facts: Facts, outputs: OutputFacts) -> bool:
 
 
 def _other_predictions(facts: Facts, outputs: OutputFacts) -> Found:
-    if outputs.same_targets:
+    if outputs.same_targets and outputs.shifted is None:
         return {}
-    if not outputs.of_tokens:
-        return {} if given.other_ids(facts)[0] else _no_likelihood(facts)
     (right, wrong), kind = outputs.trained, objective(facts)
     text = f"{wrong} predictions train, not {right}"
+    if not outputs.of_tokens:
+        if given.other_ids(facts)[0]:
+            return {}
+        if right == wrong and not outputs.moved:
+            return _no_likelihood(facts)
+        return {"other_mask": (FIRST, [text]), "one_term": (SECOND, [f"{text}: a term of its own has another mask"])}
     if outputs.shifted is not None and not given.other_ids(facts)[0]:
         how = "{1} behind their predictions, and in the trusted run {0}".format(*outputs.shifted)
         return {"other_targets": (PROVED, [f"targets are the ids {how}"])}
@@ -176,23 +185,41 @@ def _no_likelihood(facts: Facts) -> Found:
     """Gradients of whole distributions: a term that is no likelihood, or a teacher's distribution."""
     if facts.scaled:
         return {}
-    if objective(facts) == "policy":
+    kind, outputs = objective(facts), facts.outputs
+    if outputs is not None and _value_right(facts, outputs):
+        reason = ["the loss is right, and the gradient that flows back is another one"]
+        return {"term_without_gradient": (FIRST, reason), "one_term": (SECOND, reason), "ratio": (LAST, reason)}
+    if kind == "likelihood":
+        reason = ["a likelihood of tokens has a term of whole distributions next to it in one run, or another one"]
+        return {"one_term": (FIRST, reason), "other_loss": (SECOND, reason), "other_targets": (LAST, reason)}
+    if kind == "policy":
         reason = [
             "weights of predictions cannot be read next to a term of whole distributions, and something is another"
         ]
         return {"advantages": (FIRST, reason), "one_term": (SECOND, reason), "old_logprobs": (THIRD, reason)}
     reason = ["the gradient is that of whole distributions, and another one"]
+    if _words_of(facts, "alpha", "weight", "coef", "ce"):  # of several terms
+        return {"one_term": (FIRST, reason), "ref_logprobs": (SECOND, reason), "other_loss": (THIRD, reason)}
     return {"ref_logprobs": (FIRST, reason), "other_loss": (SECOND, reason), "temperature": (THIRD, reason)}
 
 
 def _rows_lost(facts: Facts, outputs: OutputFacts, rows: int, calls: int) -> Found:
     """Rows of which nothing trains: lost ones, or of a policy those that weigh nothing."""
     text = f"nothing of {rows} rows trains, and the others train as before"
+    if outputs.one_side_lost and objective(facts) == "preference":
+        text = f"{text}: those lost are all of one sign, and no other is"
+        return {"term_without_gradient": (LIKELY, [text]), "one_term": (FIRST, [text]), "other_loss": (SECOND, [text])}
     if objective(facts) != "policy" or (calls and given.other_ids(facts)[0]):
         score = 0.6 if calls else FIRST
-        return {"ranks_lost": (score, [text]), "other_data": (score - 0.05, [text]), "other_mask": (THIRD, [text])}
+        first, second = ("other_data", "ranks_lost") if facts.smaller_step else ("ranks_lost", "other_data")
+        text = f"{text}, but divided by their own count" if facts.smaller_step else text
+        return {first: (score, [text]), second: (FIRST - 0.05, [text]), "other_mask": (THIRD, [text])}
     turned = any(one.positive == one.trained and not two.positive for one, two in outputs.same_rows)
-    order = ("advantages", "ratio", "clipping") if turned or rows == 1 else ("ratio", "clipping", "advantages")
+    order = (
+        ("advantages", "ratio", "clipping")
+        if turned or rows == 1 or outputs.one_side_lost
+        else ("ratio", "clipping", "advantages")
+    )
     found = {name: (score, [text]) for name, score in zip(order, (FIRST, SECOND, THIRD), strict=True)}
     return found | ({"ranks_lost": (LAST, [text])} if calls else {})
 
@@ -253,22 +280,27 @@ def _forward(facts: Facts, outputs: OutputFacts) -> Found:
 def _weights(facts: Facts, outputs: OutputFacts) -> Found:
     if outputs.forward_same is not True:
         return {}
-    if not outputs.of_tokens:
+    if outputs.ratios is None:
         return _no_likelihood(facts)
     if outputs.weights_same:
         return _behind_weights(facts, outputs)
     if outputs.common is not None:
-        return _one_factor(facts, outputs.common)
-    rules = (_of_counts, _right_value, _BY_OBJECTIVE.get(objective(facts), _of_likelihood))
+        return _one_factor(facts, outputs, outputs.common)
+    by_objective = _BY_OBJECTIVE.get(objective(facts), _of_likelihood)
+    rules = (
+        _of_counts,
+        _right_value,
+        _of_lengths,
+        _rounded,
+        by_objective if outputs.of_tokens else lambda facts, _: _no_likelihood(facts),
+    )
     return next(filter(None, (rule(facts, outputs) for rule in rules)), {})
 
 
 def _behind_weights(facts: Facts, outputs: OutputFacts) -> Found:
     """All predictions pull as they should: what differs is a term beside them, or comes after them."""
-    if outputs.bonuses is not None:
-        right, wrong = outputs.bonuses
-        text = f"predictions weigh as they should, and an entropy next to them {wrong:.4g}, not {right:.4g}"
-        return {"one_term": (PROVED, [text])}
+    if outputs.beside:
+        return {"one_term": (PROVED, [f"predictions weigh as they should, and {outputs.beside}"])}
     if outputs.values is not None and not outputs.values[1]:
         text = "predictions of the policy weigh as they should, and the critic's gradient is another one"
         return {"one_term": (0.6, [text]), "advantages": (LAST, [text])}
@@ -288,14 +320,18 @@ def _behind_weights(facts: Facts, outputs: OutputFacts) -> Found:
     }
 
 
-def _one_factor(facts: Facts, factor: float) -> Found:
-    if facts.factor_names or facts.loss_same is not False:
+def _one_factor(facts: Facts, outputs: OutputFacts, factor: float) -> Found:
+    text, kind = f"every prediction weighs {factor:.6g} times as much", objective(facts)
+    if kind == "preference" and _begins_here(facts) and not facts.loss_follows and not facts.factor_names:
+        text = f"{text}, and the loss, which has one value where margins are 0, does not"
+        swapped = {"other_data": (FIRST, [text]), "other_loss": (SECOND, [text]), "one_term": (THIRD, [text])}
+        return swapped if factor < 0 else {"other_loss": (FIRST, [text]), "one_term": (SECOND, [text])}
+    if facts.factor_names or (facts.loss_same is not False and "loss" not in facts.step.silent):
         return {}
-    text = f"every prediction weighs {factor:.6g} times as much"
     itself = next(
         (k for k in range(2, 17) if abs(factor * k / (k - 1) - 1) <= 1e-4 or abs(factor * (k - 1) / k - 1) <= 1e-4), 0
     )
-    if objective(facts) == "policy":
+    if kind == "policy":
         why = f"{text}, as if a baseline over {itself} held the document itself" if itself else text
         return {"advantages": (FIRST, [why]), "other_count": (SECOND, [text]), "one_term": (THIRD, [text])}
     return {"other_count": (FIRST, [text]), "unnamed_factor": (SECOND, [text])}
@@ -316,11 +352,33 @@ def _of_counts(facts: Facts, outputs: OutputFacts) -> Found:
         score = PROVED if len(found) == 1 else FIRST
         if found:
             what = " of rows" if of_rows else ""
-            return {name: (score - 0.05 * at, [text + what]) for at, (name, text) in enumerate(found)}
+            result: Found = {name: (score - 0.05 * at, [text + what]) for at, (name, text) in enumerate(found)}
+            if found[0][0] == "mean_per_rows" and outputs.sums_means(of_rows=of_rows):
+                why = [f"{found[0][1]}{what}, and the means of calls are added and not averaged"]
+                result |= {"times_micro_batches": (LIKELY, why), "times_accumulation": (LIKELY - 0.05, why)}
+            return result
     if outputs.of_calls:
         text = "each call has a factor of its own, which no count of its predictions or rows gives"
         return {"mean_per_rows": (FIRST, [text]), "uneven_weights": (SECOND, [text]), "mean_per_ranks": (THIRD, [text])}
     return {}
+
+
+def _of_lengths(facts: Facts, outputs: OutputFacts) -> Found:
+    if not outputs.follows("length"):
+        return {}
+    text = "each row weighs by its number of predictions: those of the step, or of a call, are divided together"
+    return {"uneven_weights": (0.48, [text]), "mean_per_documents": (SECOND, [text]), "mean_per_rows": (LAST, [text])}
+
+
+def _rounded(facts: Facts, outputs: OutputFacts) -> Found:
+    """Weights that are right to the rounding of bfloat16."""
+    ratios = [ratio for _, _, ratio in outputs.ratios or ()]
+    most = max(abs(ratio - 1) for ratio in ratios)
+    both_ways = bool(outputs.within_rows) and min(ratios) < 1 < max(ratios)
+    if most > (LOW if both_ways else LOW / 4):  # what is rounded within a row averages out over it
+        return {}
+    text = f"weights of rows are {min(ratios):.4f} to {max(ratios):.4f} times the trusted ones"
+    return {"lower_precision": (0.48, [text]), "one_term": (THIRD, [text]), "advantages": (LAST, [text])}
 
 
 def _right_value(facts: Facts, outputs: OutputFacts) -> Found:
@@ -329,7 +387,8 @@ def _right_value(facts: Facts, outputs: OutputFacts) -> Found:
         return {}
     if outputs.follows("length"):
         text = "the loss is right, and each row weighs by its number of predictions: a sum in place of a mean"
-        return {"ratio": (0.85, [text]), "mean_per_documents": (LAST, [text])}
+        of_rows = "other_loss" if objective(facts) == "preference" else "ratio"
+        return {of_rows: (0.85, [text]), "mean_per_documents": (LAST, [text])}
     loss, size = abs(facts.step.losses[0]) if facts.step.losses else 0.0, sum(row.size for row in outputs.rows[0])
     if loss <= 1e-3 * size:
         return {}
@@ -359,11 +418,11 @@ def _of_policy(facts: Facts, outputs: OutputFacts) -> Found:
     if not _begins_here(facts):
         return _of_later_steps(outputs)
     ratios = [ratio for _, _, ratio in outputs.ratios or ()]
-    if outputs.within_rows and max(abs(ratio - 1) for ratio in ratios) <= LOW and min(ratios) < 1 < max(ratios):
-        text = f"weights of rows are {min(ratios):.4f} to {max(ratios):.4f} times the trusted ones, in both directions"
-        return {"lower_precision": (0.48, [text]), "one_term": (THIRD, [text]), "advantages": (LAST, [text])}
     text = f"weights of rows are {min(ratios):.3g} to {max(ratios):.3g} times the trusted ones"
-    if outputs.values is None and outputs.turned > TURNED:
+    of_tokens = outputs.values is not None or _words_of(facts, "gae", "gamma", "lam", "lambda")
+    if outputs.within_rows >= EVERY_ROW and outputs.rows_shifted <= 1 - FEW and not of_tokens:
+        return _of_each_prediction(facts, text)
+    if not of_tokens and outputs.turned > TURNED:
         return {
             "advantages": (0.48, [f"{text}, and {outputs.turned:.0%} of them turn"]),
             "old_logprobs": (THIRD, [text]),
@@ -375,11 +434,17 @@ def _of_policy(facts: Facts, outputs: OutputFacts) -> Found:
             "ratio": (SECOND if outputs.turned == 0 else LAST, [text]),
             "uneven_weights": (LAST, [text]),
         }
-    if outputs.values is not None:
-        return {"advantages": (FIRST, [text]), "one_term": (SECOND, [text]), "old_logprobs": (THIRD, [text])}
-    if _has_penalty(facts):
-        return {"one_term": (FIRST, [text]), "advantages": (SECOND, [text]), "ref_logprobs": (THIRD, [text])}
-    return {"old_logprobs": (FIRST, [text]), "advantages": (SECOND, [text]), "ratio": (THIRD, [text])}
+    return {"advantages": (FIRST, [text]), "one_term": (SECOND, [text]), "old_logprobs": (THIRD, [text])}
+
+
+def _of_each_prediction(facts: Facts, text: str) -> Found:
+    """Changes of each prediction's own weight: an advantage is one for its row; a penalty, a correction, or ratios."""
+    text = f"{text}, and each prediction has a change of its own"
+    if _words_of(facts, "kl", "beta"):
+        return {"one_term": (FIRST, [text]), "old_logprobs": (SECOND, [text]), "ref_logprobs": (THIRD, [text])}
+    if _words_of(facts, "tis", "cap"):
+        return {"one_term": (FIRST, [text]), "old_logprobs": (SECOND, [text]), "sampler_logprobs": (THIRD, [text])}
+    return {"old_logprobs": (FIRST, [text]), "one_term": (SECOND, [text]), "ratio": (THIRD, [text])}
 
 
 def _of_later_steps(outputs: OutputFacts) -> Found:
@@ -393,9 +458,9 @@ def _of_later_steps(outputs: OutputFacts) -> Found:
     return {name: (score, [text]) for name, score in zip(order, (FIRST, SECOND, THIRD), strict=True)}
 
 
-def _has_penalty(facts: Facts) -> bool:
-    """True if the context names a penalty of the KL divergence, or a correction."""
-    return any(re.search(r"(^|_)(kl|beta|tis|cap)(_|$)", name.lower()) for name in facts.context)
+def _words_of(facts: Facts, *words: str) -> bool:
+    """True if the name of a setting in the context has one of these words: of a penalty, a correction, a critic."""
+    return any(set(words) & set(re.split(r"[^a-z]+", name.lower())) for name in facts.context if name != "observed")
 
 
 def _of_pairs(facts: Facts, outputs: OutputFacts) -> Found:
