@@ -61,7 +61,7 @@ def change_of_losses(
     if int(known.sum()) >= max(LEAST, len(one) // 2) and not bool((large & ~known).any()):
         quotients = (other / one)[known]
         of_known = {name: values[known] for name, values in tokens.items()}
-        for rule in (_by_label, _by_correction, _by_ratio):
+        for rule in (_by_label, _by_ratio, _by_correction):
             if (found := rule(quotients, of_known, context)) is not None:
                 return found
     return _by_clip(one[large], other[large], {k: v[large] for k, v in tokens.items()}) or _by_term(one, other, tokens)
@@ -137,11 +137,16 @@ def _by_clip(one: Tensor, other: Tensor, tokens: Mapping[str, Tensor]) -> Change
     off = moved > SMALL * torch.maximum(one.abs(), other.abs())
     if not bool(off.any()) or bool(off.all()):
         return None
-    for kind, ratios in log_ratios(tokens).items():
+    kinds = log_ratios(tokens)
+    if {"old_logprobs", "sampler_logprobs"} <= set(tokens):
+        kinds["ratios of the old policy to the sampler"] = (
+            tokens["old_logprobs"] - tokens["sampler_logprobs"]
+        ).double()
+    for kind, ratios in kinds.items():
         chances = [_chance(off[side], ratios[side]) for side in (advantages > 0, advantages < 0)]
         if None not in chances and math.prod(chances) < CHANCE:  # type: ignore[type-var]
             text = f"{int(off.sum())} of {len(off)} values moved, those at the ends of {kind}: clipped at other bounds"
-            return Change("clip", text)
+            return Change("correction" if "sampler" in kind else "clip", text)
     return None
 
 

@@ -73,7 +73,7 @@ def record(loss, tokens, seed=0):
         ({"choose": min}, None, "clipping"),
         ({"kind": "document"}, None, "ratio"),
         ({"kind": "sum"}, None, "ratio"),
-        ({"low": math.inf, "high": math.inf}, None, "other_loss"),
+        ({"low": math.inf, "high": math.inf}, None, "clipping"),
     ],
 )
 def test_the_surrogate_or_denominator_that_gives_the_loss_is_named(change, pieces, cause):

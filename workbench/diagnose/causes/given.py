@@ -146,18 +146,21 @@ def _in_packed_rows(facts: Facts) -> tuple[float, bool]:
     """Score, and True if rows hold several documents; else one document and padding.
 
     Rows hold several documents where they are fewer, or where positions begin again in them, and no padding where all
-    of their predictions train. A mask of pairs of tokens keeps documents apart; that of padding needs one number a
-    token. Rows of a call each need no padding.
+    of their predictions train. A mask of the pairs of tokens of each row keeps documents apart; that of padding needs
+    one number a token. Rows of a call each need no padding.
     """
     seen, outputs = [each for each in _seen(facts) if each.get("ids")], facts.outputs
     rows = max(each["ids"][2] for each in seen)
-    if max(step.counts.get("documents", 0.0) for step in facts.pair) > rows:
+    documents = max(step.counts.get("documents", 0.0) for step in facts.pair)
+    if documents > rows:
         return EXPLAINS, True
     if outputs is not None and outputs.trusted["every"] == 1:
         several = any(len(each) > rows for each in outputs.rows)
         if several or outputs.trained[0] >= seen[0]["ids"][0] - rows:
             return EXPLAINS, True
-    if any(each.get("mask") and each["mask"][0] > each["ids"][0] for each in seen):
+    if documents == rows:
+        return EXPLAINS, False
+    if any(each.get("mask") and each["mask"][0] * rows >= each["ids"][0] ** 2 for each in seen):
         return LIKELY, True
     return (LIKELY, True) if rows == seen[-1]["calls"] else (EXPLAINS, False)
 

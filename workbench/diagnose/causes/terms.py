@@ -88,9 +88,9 @@ def _one_term(facts: Facts) -> Judged:
         return (0.94, [_by_surrogates(facts)]) if of_terms else _changed(facts, "term", "correction")
     if (judged := _changed(facts, "term", "correction"))[0]:
         return judged
-    if text := facts.moved_by_a_term:
-        return 0.9, [text]
     off, right = facts.terms
+    if not right and (text := facts.moved_by_a_term):
+        return 0.9, [text]
     off = [key for key in off if not key.startswith("loss/total")]
     if len(off) > 1 and not right and facts.inputs_same and facts.gradient_same is False and facts.terms_apart:
         return 0.78, [f"{', '.join(off)} differ, each by a factor of its own"]
@@ -114,7 +114,7 @@ def _smoothing(facts: Facts) -> Judged:
         return NOT
     reasons = ["labels are smoothed, log-probabilities do not differ, and the loss of the same tokens does"]
     known = facts.context.get("tp") and facts.step.token_same("policy_logprobs")
-    return (0.85 if known and facts.step.token_same("entropy_nats") is not False else 0.4), reasons
+    return (0.85 if known and facts.step.token_same("entropy_nats") is not False else 0.3), reasons
 
 
 @TERMS.cause("the per-token loss is another one", uses=("loss", "gradient"))
