@@ -206,10 +206,10 @@ def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor, after: Tensor) -> d
     left = -torch.expm1(scaled.gather(1, target)[:, 0] - scaled.logsumexp(1))
     weight = -(of_target / left.clamp_min(1e-6)).double()
     bonuses = normalisers = torch.zeros(0, device=row.device)
-    beside, own_weight, normalisers = _beside_normaliser(
-        logits, gradient, target, slopes, ~alike & (against > ONE_SIDED * others)
-    )
-    weight, alike = torch.where(beside, own_weight, weight), alike | beside
+    if bool((~alike).any()):
+        beside, normalisers, (own_target, own_weight, own_slopes) = _beside_normaliser(logits, gradient, ~alike)
+        target[beside, 0], weight[beside], slopes[beside] = own_target, own_weight, own_slopes
+        alike = alike | beside
     clear, slopes = alike.clone(), torch.where(alike, slopes, torch.nan)
     if bool((~alike).any()) and len(_beside_entropy(logprobs[~alike], gradient[~alike])[1]):
         explained, bonuses, (own_target, own_weight, own_clear) = _beside_entropy(logprobs, gradient)
@@ -231,21 +231,27 @@ def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor, after: Tensor) -> d
 
 
 def _beside_normaliser(
-    logits: Tensor, gradient: Tensor, target: Tensor, slopes: Tensor, among: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Predictions whose gradient is a likelihood's and that of their squared normaliser: which, weights, coefficients.
+    logits: Tensor, gradient: Tensor, among: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Predictions whose gradient is a likelihood's and a squared normaliser's: which, its coefficients, and the rest.
+
+    The rest: [R] targets, weights, slopes.
 
     The gradient of -c log p_y + c k (log sum exp z)^2 is (c + e) p - c onehot(y) with e = 2 c k log sum exp z: of all
-    elements but y it is along p, and its sum is e.
+    elements but y it is along p, and its sum is e, of the sign of all but y.
     """
+    target = (gradient * gradient.sum(1, keepdim=True).sign()).argmin(1, keepdim=True)
+    slopes = _slopes(logits, gradient, target)
     scaled = logits * slopes.nan_to_num(1.0)[:, None]
-    logprobs = scaled.log_softmax(1).scatter(1, target, -math.inf)
-    a = (gradient.sum(1) - gradient.gather(1, target)[:, 0]) / logprobs.exp().sum(1).clamp_min(1e-6)
-    left = gradient.scatter(1, target, 0.0) - a[:, None] * logprobs.exp()
-    own = a * scaled.log_softmax(1).gather(1, target)[:, 0].exp() - gradient.gather(1, target)[:, 0]
-    explained = among & (left.abs().sum(1) <= (1 - ONE_SIDED) * gradient.abs().sum(1)) & (own * a > 0)
-    coefficients = (a - own) / (2 * own * scaled.logsumexp(1))
-    return explained, own.double(), coefficients[explained].float()
+    p = scaled.softmax(1)
+    of_target, p_target = gradient.gather(1, target)[:, 0], p.gather(1, target)[:, 0]
+    a = (gradient.sum(1) - of_target) / (1 - p_target).clamp_min(1e-6)
+    left = (gradient - a[:, None] * p).scatter(1, target, 0.0)
+    weights = a * p_target - of_target
+    explained = among & (left.abs().sum(1) <= (1 - ONE_SIDED) * gradient.abs().sum(1)) & (weights * a > 0)
+    coefficients = (a / weights - 1) / (2 * scaled.logsumexp(1))
+    rest = (target[explained, 0], weights[explained].double(), slopes[explained])
+    return explained, coefficients[explained].float(), rest
 
 
 def _beside_entropy(logprobs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
