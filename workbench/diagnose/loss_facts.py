@@ -39,6 +39,12 @@ class LossFacts(TokenFacts):
             return None
         return change_of_losses(*self.tokens, self.context)
 
+    @property
+    def has_terms(self) -> bool:
+        """True if a policy's loss has a penalty or a correction: a reference or a sampler is noted by it."""
+        known = set(self.tokens[0]) & set(self.tokens[1])
+        return "advantages" in known and bool({"ref_logprobs", "sampler_logprobs"} & known)
+
     @cached_property
     def ways(self) -> list[Way]:
         """Ways of dividing that give the suspect's loss and are not the trusted one's, nearest first."""

@@ -88,6 +88,8 @@ def _one_term(facts: Facts) -> Judged:
         return (0.94, [_by_surrogates(facts)]) if of_terms else _changed(facts, "term", "correction")
     if (judged := _changed(facts, "term", "correction"))[0]:
         return judged
+    if facts.has_terms and facts.token_losses_same is False and facts.loss_change is None and facts.inputs_same:
+        return 0.62, ["values of the loss differ token by token, from the same inputs, and it has several parts"]
     off, right = facts.terms
     if not right and (text := facts.moved_by_a_term):
         return 0.9, [text]

@@ -103,3 +103,14 @@ def test_terms_that_move_by_factors_of_their_own_are_weighed_otherwise():
     right = make_record(metrics={"loss/distillation": 0.1, "loss/cross_entropy": 0.15}, tokens={})
     metrics = {"loss/distillation": 0.04, "loss/cross_entropy": 0.24}
     assert first_of(right, make_record(metrics=metrics, tokens={}, loss=0.28, changes=mixed([""]))) == "one_term"
+
+
+@pytest.mark.parametrize(
+    ("noted", "cause"), [(("advantages", "ref_logprobs"), "one_term"), (("ref_logprobs",), "other_loss")]
+)
+def test_values_of_a_loss_of_several_parts_that_nothing_explains_are_of_one_of_them(noted, cause):
+    draw = torch.Generator().manual_seed(2)
+    there = tokens() | {name: torch.rand(18, generator=draw, dtype=torch.float64) for name in noted}
+    moved = there | {"losses": torch.rand(18, generator=draw, dtype=torch.float64)}
+    right = make_record(tokens=there, metrics={})
+    assert first_of(right, make_record(tokens=moved, metrics={}, loss=0.4, changes=mixed([""]))) == cause
