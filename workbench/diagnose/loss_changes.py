@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.diagnose.ratios import log_ratios
 from workbench.diagnose.stated import caps
-from workbench.diagnose.surrogates import TRUNCATIONS, log_ratios, penalties_of
+from workbench.diagnose.surrogates import TRUNCATIONS, penalties_of
 
 LEFT = 0.03
 """Share of a change, by norm, that an explanation may leave: in bfloat16 a log-probability of 1 is right to 2^-8."""

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from workbench.diagnose.denominators import Way, reproduced, ways
 from workbench.diagnose.loss_changes import Change, change_of_losses
+from workbench.diagnose.ratios import kinds_of_ratios
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens, kinds_of_ratios
+from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens
 from workbench.diagnose.token_facts import TokenFacts
 
 EXACT = 1e-5

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from workbench.diagnose.output_rows import Row, alike, differ, grouped, ratio_of, scaled, spread
+from workbench.diagnose.output_rows import Row, alike, differ, grouped, one_side_lost, ratio_of, scaled, spread
 from workbench.diagnose.record import RecordedStep
 from workbench.records.inputs import mixed
 
@@ -142,15 +142,7 @@ class OutputFacts:
     @property
     def one_side_lost(self) -> bool:
         """True if the rows that are lost are all those of one sign, of several of each."""
-        left = Counter((row.trained, row.targets) for row in self.rows[1])
-        signs = {True: [0, 0], False: [0, 0]}
-        for row in self.rows[0]:
-            key = (row.trained, row.targets)
-            signs[row.weight > 0][left[key] > 0] += 1
-            left[key] -= 1
-        return sorted(0 in each for each in signs.values()) == [True, True] and all(
-            sum(each) > 1 for each in signs.values()
-        )
+        return one_side_lost(*self.rows)
 
     @property
     def in_common(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,3 +78,14 @@ def grouped(found: Sequence[tuple[int, float]], bar: float) -> list[tuple[int, f
         else:
             groups.append((n, ratio))
     return groups
+
+
+def one_side_lost(rows: Sequence[Row], others: Sequence[Row]) -> bool:
+    """True if the rows that the others lack are all those of one sign of weights, and there are several of each sign."""
+    left = Counter((row.trained, row.targets) for row in others)
+    signs = {True: [0, 0], False: [0, 0]}
+    for row in rows:
+        key = (row.trained, row.targets)
+        signs[row.weight > 0][left[key] > 0] += 1
+        left[key] -= 1
+    return all(0 in each and sum(each) > 1 for each in signs.values())

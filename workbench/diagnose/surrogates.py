@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.diagnose.denominators import Divisions, Way
+from workbench.diagnose.ratios import log_ratios, over_documents
 from workbench.diagnose.record import RecordedStep, whole
 from workbench.diagnose.stated import caps, clip_ranges, is_number
 
@@ -30,13 +31,10 @@ MARGIN = 2e-5
 """Of the mean absolute value of a token: sums in float32 of some thousand tokens are right to a part of it."""
 NICE = 1e-3
 """Relative distance of a fitted coefficient from one with two digits, as people set them."""
-NEAR_1 = 1e-3
-"""Ratios that differ from 1 by less tell no kind: log-probabilities in float32 are right to some 1e-5."""
-WHOLE = 0.05
-"""Distance from a whole number of a count that follows from ratios: they leave 1 by `NEAR_1` at least and are right to
-some 1e-7, so that a count of 100 tokens is right to 0.01."""
 MOST = 4096
 """Tokens that are compared one by one: more of them tell no more."""
+TOGETHER = 256
+"""Surrogates that are compared at once: with `MOST` tokens 8 MiB of float64."""
 MOST_PAIRS = 8
 """Pairs of which any may be swapped: of more, some choice gives nearly any loss."""
 MOST_STEPS = 8
@@ -82,20 +80,51 @@ def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form
     here = trained.nonzero().flatten()[:MOST]
     if not len(here):
         return []
-    noted, found = tokens["losses"].double()[here], []
-    penalties, entropy = penalties_of(tokens), _entropy(tokens)
-    for form, values in _surrogates(tokens, context):
-        scale = float(values[trained].abs().mean())
-        left = noted - values[here]
-        if float(left.abs().max()) <= 5 * MARGIN * scale + 1e-9:
-            found.append(form)
-            continue
-        for kind, bonus in itertools.product((None, *penalties), (None, *([entropy] if entropy is not None else []))):
-            columns = [each[here] for each in (penalties.get(kind or ""), bonus) if each is not None]
-            fitted = _fitted(torch.stack(columns, 1), left, 5 * MARGIN * scale + 1e-9) if columns else None
-            if fitted is not None:
-                found.append(_with(form, kind, bonus is not None, fitted))
+    noted = tokens["losses"].double()[here]
+    terms = [each[here] for each in _penalties_and_entropy(tokens)]
+    combinations = list(_combinations(tokens))
+    forms = iter(_surrogates(tokens, context))
+    found: list[Form] = []
+    while several := list(itertools.islice(forms, TOGETHER)):
+        left = torch.stack([noted - values[here] for _, values in several])
+        margins = torch.stack([5 * MARGIN * values[trained].abs().mean() + 1e-9 for _, values in several])
+        exact = left.abs().amax(1) <= margins
+        fits = [_fits(torch.stack([terms[at] for at in chosen], 1), left, margins) for _, _, chosen in combinations]
+        for at, (form, _) in enumerate(several):
+            if exact[at]:
+                found.append(form)
+                continue
+            for (kind, bonus, chosen), near in zip(combinations, fits, strict=True):
+                columns = torch.stack([terms[each] for each in chosen], 1)
+                fitted = _fitted(columns, left[at], float(margins[at])) if near[at] else None
+                if fitted is not None:
+                    found.append(_with(form, kind, bonus, fitted))
     return found
+
+
+def _penalties_and_entropy(tokens: Mapping[str, Tensor]) -> list[Tensor]:
+    entropy = _entropy(tokens)
+    return [*penalties_of(tokens).values(), *([entropy] if entropy is not None else [])]
+
+
+def _combinations(tokens: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bool, list[int]]]:
+    """Kind of penalty, if one, an entropy, and the places of both among `_penalties_and_entropy`."""
+    kinds = list(penalties_of(tokens))
+    bonuses = (False, True) if _entropy(tokens) is not None else (False,)
+    for (at, kind), bonus in itertools.product([(-1, None), *enumerate(kinds)], bonuses):
+        if chosen := [*([at] if kind is not None else []), *([len(kinds)] if bonus else [])]:
+            yield kind, bonus, chosen
+
+
+def _fits(columns: Tensor, left: Tensor, margins: Tensor) -> Tensor:
+    """[F] bool, surrogates of which the columns, [n, k], explain all that is left, [F, n], but for rounding.
+
+    What least squares leave is at most sqrt(n) times as large in one token as in that of the best fit.
+    """
+    if not bool(columns.isfinite().all()):
+        return torch.zeros(len(left), dtype=torch.bool)
+    rest = left - (left @ torch.linalg.pinv(columns).T) @ columns.T
+    return rest.norm(dim=1) <= margins * math.sqrt(left.shape[1])
 
 
 def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep] = ()) -> list[Explained]:
@@ -113,37 +142,6 @@ def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[Re
     hits = ((losses - step.loss).abs() <= margins[:, None]).nonzero().tolist()
     found = [Explained(forms[form], divisions.way(way, float(losses[form, way]))) for form, way in hits]
     return found or [*_preferences(step, context)] or [*_with_terms(step, context, steps)]
-
-
-def kinds_of_ratios(step: RecordedStep) -> set[str]:
-    """Kinds of ratio that give the noted ratio of every trained token; empty if none was noted, or all are near 1."""
-    tokens = whole(step.tokens)
-    if not {"ratios", "policy_logprobs", "trained"} <= set(tokens):
-        return set()
-    trained = tokens["trained"].bool() & torch.isfinite(tokens["ratios"])
-    noted = tokens["ratios"].double()[trained]
-    if not len(noted) or float((noted - 1).abs().max()) < NEAR_1:
-        return set()
-    kinds = {kind: values.exp()[trained] for kind, values in log_ratios(tokens).items()}
-    known = {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
-    return known or _over_other_counts(noted.log(), {kind: ratios.log() for kind, ratios in kinds.items()})
-
-
-def _over_other_counts(noted: Tensor, kinds: Mapping[str, Tensor]) -> set[str]:
-    """Kinds whose sum over each document gives its noted log ratio when divided by a whole number."""
-    found = set()
-    for kind, sums in kinds.items():
-        telling = noted.abs() > NEAR_1
-        counts = sums[telling] / noted[telling]
-        whole_numbers = ((counts - counts.round()).abs() <= WHOLE) & (counts.round() >= 1)
-        if "multiplied" in kind and len(counts) and bool(whole_numbers.all()):
-            found.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
-    return found
-
-
-def _listed_counts(counts: Tensor) -> str:
-    numbers = [str(int(each)) for each in counts.round().unique()]
-    return " or ".join(numbers[:4]) + ("" if len(numbers) <= 4 else f" and {len(numbers) - 4} more")
 
 
 def _stacked(step: RecordedStep, context: Mapping[str, Any]) -> tuple[list[Form], Tensor]:
@@ -356,25 +354,3 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
             yield Form(f"log-probability times {kind}", text), -clipped * policy
             dual = torch.where(advantages < 0, torch.maximum(smaller, 3 * advantages), smaller)
             yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
-
-
-def log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Logarithms of every kind of ratio that the noted log-probabilities give, [S], by kind."""
-    policy, trained = tokens["policy_logprobs"].double(), tokens["trained"].bool()
-    kinds = {}
-    for anchor, of in (("old_logprobs", ""), ("sampler_logprobs", " to the sampler")):
-        if anchor in tokens:
-            log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
-            kinds[f"ratios{of}"] = log_ratios
-            if "documents" in tokens:
-                sums, means = over_documents(log_ratios, tokens["documents"], trained)
-                kinds |= {f"ratios of documents{of}": means, f"ratios multiplied over documents{of}": sums}
-    return kinds
-
-
-def over_documents(values: Tensor, documents: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and mean over the trained tokens of each token's document."""
-    _, place = torch.unique(documents, return_inverse=True)
-    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values * trained)
-    counts = torch.zeros_like(sums).index_add_(0, place, trained.double())
-    return sums[place], (sums / counts.clamp_min(1))[place]

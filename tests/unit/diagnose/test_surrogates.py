@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from workbench.diagnose.diagnosis import diagnose_records
+from workbench.diagnose.ratios import kinds_of_ratios
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens, kinds_of_ratios
+from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens
 
 DOCUMENTS = (7, 4, 9, 5, 6, 8)
 ROWS = (0, 0, 1, 1, 2, 2)
