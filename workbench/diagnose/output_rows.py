@@ -81,7 +81,7 @@ def grouped(found: Sequence[tuple[int, float]], bar: float) -> list[tuple[int, f
 
 
 def one_side_lost(rows: Sequence[Row], others: Sequence[Row]) -> bool:
-    """True if the rows that the others lack are all those of one sign of weights, and there are several of each sign."""
+    """True if the rows that the others lack are all those of one sign of weights; several have each sign."""
     left = Counter((row.trained, row.targets) for row in others)
     signs = {True: [0, 0], False: [0, 0]}
     for row in rows:

@@ -91,10 +91,18 @@ def _one_term(facts: Facts) -> Judged:
     if facts.has_terms and facts.token_losses_same is False and facts.loss_change is None and facts.inputs_same:
         return 0.62, ["values of the loss differ token by token, from the same inputs, and it has several parts"]
     off, right = facts.terms
-    if not right and (text := facts.moved_by_a_term):
+    weighed = facts.token_losses_same is True  # values are right: terms differ by the weights of tokens
+    if not right and not weighed and (text := facts.moved_by_a_term):
         return 0.9, [text]
     off = [key for key in off if not key.startswith("loss/total")]
-    if len(off) > 1 and not right and facts.inputs_same and facts.gradient_same is False and facts.terms_apart:
+    if (
+        len(off) > 1
+        and not right
+        and not weighed
+        and facts.inputs_same
+        and facts.gradient_same is False
+        and facts.terms_apart
+    ):
         return 0.78, [f"{', '.join(off)} differ, each by a factor of its own"]
     if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
         return NOT

@@ -114,3 +114,9 @@ def test_values_of_a_loss_of_several_parts_that_nothing_explains_are_of_one_of_t
     moved = there | {"losses": torch.rand(18, generator=draw, dtype=torch.float64)}
     right = make_record(tokens=there, metrics={})
     assert first_of(right, make_record(tokens=moved, metrics={}, loss=0.4, changes=mixed([""]))) == cause
+
+
+def test_terms_of_right_values_differ_by_weights_of_tokens():
+    right = make_record(metrics={"loss/policy": 0.1, "loss/kl": 0.15})
+    wrong = make_record(metrics={"loss/policy": 0.04, "loss/kl": 0.24}, loss=0.28, changes=mixed([""]))
+    assert first_of(right, wrong) == "uneven_weights"
