@@ -145,7 +145,7 @@ def _by_clip(one: Tensor, other: Tensor, tokens: Mapping[str, Tensor]) -> Change
         ).double()
     for kind, ratios in kinds.items():
         chances = [_chance(off[side], ratios[side]) for side in (advantages > 0, advantages < 0)]
-        if None not in chances and math.prod(chances) < CHANCE:  # type: ignore[type-var]
+        if math.prod(math.inf if each is None else each for each in chances) < CHANCE:
             text = f"{int(off.sum())} of {len(off)} values moved, those at the ends of {kind}: clipped at other bounds"
             return Change("correction" if "sampler" in kind else "clip", text)
     return None
