@@ -218,7 +218,7 @@ def _other_targets(facts: Facts) -> Judged:
 def _noted_other_targets(facts: Facts) -> Judged:
     """The distribution at a token is the same, as its entropy shows, but another token's log-probability is taken."""
     if facts.targets_shifted:  # with the ids of the model the data moved, and not their targets
-        return (0.45 if given.other_ids(facts)[0] == given.EXPLAINS else 0.97), [facts.targets_shifted]
+        return (0.45 if given.other_ids(facts)[0] else 0.97), [facts.targets_shifted]
     if facts.other_tokens > 0 and given.ids_same(facts):
         return 0.93, [
             f"targets of {facts.other_tokens:.0%} of the trained tokens differ, and the model is given the same"
