@@ -37,7 +37,6 @@ from workbench.systems.translate import loss_spec
 WITHOUT_READER = {
     "openrlhf": "OpenRLHF 0.11.2 writes nothing of a step but checkpoints and metrics",
     "roll": "ROLL's pickles are not read: no release of it is on the package index whose writer could make a fixture",
-    "skyrl": "SkyRL's pickles are not read, and its options are not translated",
 }
 """Trainer whose files are refused by name -> the reason."""
 
