@@ -2,6 +2,7 @@
 
 The modules, in the order in which a check is built:
 
+    reading.py          a step with one reading of its settings
     recompute.py        everything that a dump determines, in float64
     stages.py           stages, tolerances, comparison
     alternatives.py     mistakes in the loss, each as another reading of the step
@@ -24,7 +25,7 @@ from typing import Any
 from workbench.check.against import StepsCompared as StepsCompared
 from workbench.check.against import compare_steps
 from workbench.check.judging import judge
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.check.verdict import StepCheck as StepCheck
 from workbench.dumps.interchange import STEP, read_step
 from workbench.dumps.step import StepDump
@@ -35,7 +36,6 @@ from workbench.systems.registry import load_system
 from workbench.systems.translate import loss_spec
 
 WITHOUT_READER = {
-    "openrlhf": "OpenRLHF 0.11.2 writes nothing of a step but checkpoints and metrics",
     "roll": "ROLL's pickles are not read: no release of it is on the package index whose writer could make a fixture",
 }
 """Trainer whose files are refused by name -> the reason."""

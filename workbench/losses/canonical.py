@@ -87,6 +87,8 @@ def _absent_terms(form: Form) -> None:
         form["compat"]["kl_denominator"] = "penalty"
     if not form["entropy_coefficient"]:
         del form["compat"]["entropy_denominator"]
+    elif form["compat"]["entropy_denominator"] == form["denominator"]:
+        form["compat"]["entropy_denominator"] = "penalty"
 
 
 def _documents_counted(form: Form) -> None:

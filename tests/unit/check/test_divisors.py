@@ -4,7 +4,8 @@ import torch
 
 from tests.helpers.dumped_step import SETTINGS, dump
 from workbench.check.divisors import wrong_divisors
-from workbench.check.recompute import Reading, weights_of
+from workbench.check.reading import Reading
+from workbench.check.recompute import weights_of
 from workbench.specs.losses import LossSpec
 
 
