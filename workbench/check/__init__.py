@@ -35,11 +35,6 @@ from workbench.specs.reading import parse_spec
 from workbench.systems.registry import load_system
 from workbench.systems.translate import loss_spec
 
-WITHOUT_READER = {
-    "roll": "ROLL's pickles are not read: no release of it is on the package index whose writer could make a fixture",
-}
-"""Trainer whose files are refused by name -> the reason."""
-
 
 def check_step(
     dump: StepDump | Path | str,
@@ -118,12 +113,6 @@ def read_dump(dump: StepDump | Path | str, system: str = "") -> StepDump:
             found="a file, and no system",
             rule=f"a folder with {STEP}, or a file of a system with a reader",
             fix="name the system: system='verl' (--system verl)",
-        )
-    if system in WITHOUT_READER:
-        raise SpecError(
-            f"read a dump of {system}",
-            rule=WITHOUT_READER[system],
-            fix="write the interchange format: docs/guides/check-a-step.md",
         )
     reader = load_system(system).read_dump
     if reader is None:

@@ -78,7 +78,10 @@ def _data_proto(_: tuple[Any, ...], state: Any) -> DataProto:
 
 
 KNOWN = Known(
-    calls={"tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated},
+    calls={
+        "tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated,
+        "tensordict._reductions._make_td": lambda _, state: dict(state["_tensordict"]),
+    },
     states={
         "tensordict._td.TensorDict": lambda _, state: dict(state["_tensordict"]),
         "verl.protocol.DataProto": _data_proto,

@@ -41,6 +41,7 @@ SYSTEMS = (
     "pipelinerl",
     "nous_torchtitan",
     "skyrl",
+    "roll",
 )
 """Names of all systems."""
 
