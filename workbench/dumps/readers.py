@@ -97,6 +97,16 @@ def completion(path: Path, where: str, row: Mapping[str, Tensor]) -> dict[str, T
     return {**own, "token_mask": torch.ones_like(own["loss_mask"], dtype=torch.bool)}
 
 
+def count_of(flags: Tensor) -> float:
+    """Return the number of flags that are on."""
+    return float(torch.count_nonzero(flags))
+
+
+def sums_of_rows(value_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """Return [B] sums of values over the tokens of a mask, in float64."""
+    return torch.where(mask_BC, value_BC.double(), 0.0).sum(1)
+
+
 def groups_of_prompts(prompts: Sequence[Tensor]) -> Tensor:
     """Return [N] numbers of the prompts: documents of the same prompt tokens are one group."""
     return numbered([json.dumps(prompt.tolist()) for prompt in prompts])

@@ -25,12 +25,11 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from own_source import function
+from own_source import Placeholder, function
 
 REWARDS = ((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))
 
@@ -91,7 +90,7 @@ def imported(source: Path):
         sys.modules[name].__path__ = [f"{source}/{name.replace('.', '/')}"]
     absent = ("areal.engine.fsdp_utils", "areal.engine.fsdp_utils.attn_impl", "areal.infra.platforms", "ray", "numba")
     for name in absent:
-        sys.modules[name] = MagicMock(__path__=[])
+        sys.modules[name] = Placeholder()
     return importlib.import_module("areal.utils.functional.functional")
 
 
@@ -119,7 +118,7 @@ def losses(source: Path, folder: Path, **options: Any) -> None:
     folder.mkdir(parents=True)
     functional = imported(source)
     actor = source / "areal/trainer/ppo/actor.py"
-    tracker = MagicMock()
+    tracker = Placeholder()
     names = {"torch": torch, "stats_tracker": tracker, "infer_token_denominator": lambda data, mask: mask}
     names |= {"ppo_actor_loss_fn": functional.ppo_actor_loss_fn, "sapo_loss_fn": functional.sapo_loss_fn}
     names |= {

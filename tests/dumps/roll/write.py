@@ -21,13 +21,12 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
-from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from own_source import function
+from own_source import Placeholder, function
 
 FUNCTIONS = "roll/utils/functionals.py"
 PROMPTS, LENGTHS = (3, 3, 3, 2, 2, 2), (6, 3, 5, 4, 2, 7)
@@ -41,7 +40,7 @@ def imported(source: Path):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(source / name.replace(".", "/"))]
     for name in ("ray", "roll.utils.functionals", "roll.utils.logging", "roll.distributed.scheduler.transfer_backend"):
-        sys.modules[name] = MagicMock(__path__=[])
+        sys.modules[name] = Placeholder()
     platform = SimpleNamespace(is_npu=lambda: False, is_available=lambda: False)
     sys.modules["roll.platforms"] = SimpleNamespace(current_platform=platform)
     sys.modules["roll.utils.functionals"].union_two_dict = lambda one, two: {**one, **two}
@@ -155,7 +154,7 @@ def main(source: Path, folder: Path) -> None:
         batch.batch["grad_log_probs"] = gradient
         batch.meta_info["metrics"] = sums
         asyncio.run(dump(mixin, batch, 3))
-    names = {"os": os, "json": json, "numpy": np, "Timer": MagicMock(), "logger": LOGGER}
+    names = {"os": os, "json": json, "numpy": np, "Timer": Placeholder(), "logger": LOGGER}
     write = function(source / "roll/pipeline/rlvr/utils.py", "write_to_json_process", names)
     columns = {
         "global_step": [3] * 6, "prompt": [f"prompt {row // 3}" for row in range(6)],

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from workbench.dumps.readers import (
     completion,
+    count_of,
     micro_batch_files,
     numbered,
     numbers_of,
@@ -89,7 +90,7 @@ def _loss_inputs(path: Path) -> StepDump:
         own = _sequences(file, content)
         rows += own
         files += [number] * len(own)
-        trained = sum(float(torch.count_nonzero(row["loss_mask"])) for row in own)
+        trained = sum(count_of(row["loss_mask"]) for row in own)
         if content.get("loss") is not None:
             losses.append((float(content["loss"]), trained))
     if "old_logprobs" not in rows[0]:
@@ -108,7 +109,7 @@ def _loss_inputs(path: Path) -> StepDump:
     return packed(
         path,
         rows,
-        {"rows": torch.tensor(files)},
+        {"rows": torch.as_tensor(files)},
         system="areal",
         layout={"dp": ranks, "micro_batches": micro},
         losses=recorded,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.dumps.readers import completion, micro_batch_files, numbers_of, packed, refuse_names
+from workbench.dumps.readers import completion, count_of, micro_batch_files, numbers_of, packed, refuse_names
 from workbench.dumps.step import StepDump
 from workbench.rollouts.torch_files import read_restricted
 
@@ -59,17 +59,17 @@ def read_dump(path: Path) -> StepDump:
     whole, notes = path.is_dir(), [] if "policy_logprobs" in rows[0] else [WITHOUT_LIVE]
     documents: dict[str, Tensor] = {}
     if rewards and len(rewards) == len(rows):
-        documents["rewards"] = torch.tensor(rewards)
+        documents["rewards"] = torch.as_tensor(rewards)
     if indices and len(indices) == len(rows):
         if len(set(indices)) < len(indices):
             raise refuse_names(path, f"sample {_twice(indices)} twice", "each sample once")
         if (size := _group_size(path, contents.values())) is not None:
-            documents["group_ids"] = torch.tensor([index // size for index in indices])
+            documents["group_ids"] = torch.as_tensor([index // size for index in indices])
     ranks, micro = (1 + max(place[axis] for place in places) for axis in (0, 1))
     if not whole:
         rows = [{name: value for name, value in row.items() if name != "coefficients"} for row in rows]
         return packed(path, rows, documents, system="openrlhf", notes=(*notes, OF_ONE))
-    documents["rows"] = torch.tensor(files)
+    documents["rows"] = torch.as_tensor(files)
     losses, metrics = _of_step(list(contents.values()))
     return packed(
         path,
@@ -141,12 +141,11 @@ def _group_size(path: Path, contents: Any) -> int | None:
 
 def _counts(path: Path, contents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tokens and rows of the step; the trainer divides its numbers by micro-batches, as DeepSpeed divides the loss."""
-    infos = [content.get("loss_batch_info") for content in contents]
-    if not all(isinstance(info, Mapping) for info in infos):
+    infos = [info for content in contents if isinstance(info := content.get("loss_batch_info"), Mapping)]
+    if len(infos) < len(contents):
         return {}
-    numbers = [
-        tuple(float(info[name]) for name in ("batch_num_tokens", "global_batch_size") if name in info) for info in infos
-    ]
+    names = ("batch_num_tokens", "global_batch_size")
+    numbers = [tuple(float(info[name]) for name in names if name in info) for info in infos]
     if len(set(numbers)) > 1 or len(numbers[0]) < 2:
         raise refuse_names(path, f"loss_batch_info {', '.join(map(str, dict.fromkeys(numbers)))}", "one of the step")
     parts = {int(content.get("accumulated_gradient", 0)) for content in contents}
@@ -158,16 +157,21 @@ def _counts(path: Path, contents: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 def _of_step(contents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
     """Losses of the step, means over files; and metrics, means over files weighed by their tokens."""
-    weights = [float(torch.count_nonzero(content["action_mask"])) for content in contents]
-    infos = [content.get("info") if isinstance(content.get("info"), Mapping) else {} for content in contents]
+    weights = [count_of(content["action_mask"]) for content in contents]
+    infos = [_numbers(content.get("info")) for content in contents]
     losses: dict[str, float] = {}
     if all(content.get("policy_loss") is not None for content in contents):
         losses["policy"] = sum(float(content["policy_loss"]) for content in contents) / len(contents)
-    if all(info.get("kl") is not None for info in infos):
-        losses["kl_without_coefficient"] = sum(float(info["kl"]) for info in infos) / len(contents)
+    if all("kl" in info for info in infos):
+        losses["kl_without_coefficient"] = sum(info["kl"] for info in infos) / len(contents)
     metrics: dict[str, float] = {}
     for name, ours in METRICS.items():
-        if all(info.get(name) is not None for info in infos):
-            total = sum(float(info[name]) * weight for info, weight in zip(infos, weights, strict=True))
+        if all(name in info for info in infos):
+            total = sum(info[name] * weight for info, weight in zip(infos, weights, strict=True))
             metrics[ours] = total / max(sum(weights), 1.0)
     return losses, metrics
+
+
+def _numbers(info: Any) -> dict[str, float]:
+    given = info if isinstance(info, Mapping) else {}
+    return {str(name): float(value) for name, value in given.items() if isinstance(value, Tensor | int | float)}

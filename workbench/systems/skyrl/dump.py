@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.dumps.readers import numbered, packed, refuse_names
+from workbench.dumps.readers import numbered, packed, refuse_names, sums_of_rows
 from workbench.dumps.step import StepDump
-from workbench.rollouts.pickles import Global, Known
+from workbench.dumps.tensordicts import SKYRL, TrainingInputBatch
 from workbench.rollouts.torch_files import read_restricted
 
 NAMES = {
@@ -51,48 +50,14 @@ WITHOUT_SPLIT = (
 )
 
 
-class Batch(NamedTuple):
-    """Contents of a `TrainingInputBatch`.
-
-    Attributes:
-        tensors: by name; None where SkyRL has None.
-        metadata: other data.
-    """
-
-    tensors: dict[str, Any]
-    metadata: dict[str, Any]
-
-
-def _batch(_: Any, state: Mapping[str, Any]) -> Batch:
-    return Batch({name: _tensor(value) for name, value in state["batch_dict"].items()}, dict(state["metadata"] or {}))
-
-
-def _tensor(value: Any) -> Any:
-    """Tensor of `_serialize_tensor`; lists of tensors are those of images, and are not read."""
-    if value is None or value.get("format") == "tensor_list":
-        return None
-    if value.get("format") == "torch":
-        return read_restricted(value["data"], what="a tensor of a TrainingInputBatch")
-    array = np.frombuffer(value["data"], dtype=np.dtype(str(value["dtype"])))
-    return torch.from_numpy(array.reshape(tuple(value["shape"])).copy())
-
-
-_MODULE = "skyrl.backends.skyrl_train.training_batch"
-KNOWN = Known(
-    constants={f"{_MODULE}.TrainingInputBatch": Global(f"{_MODULE}.TrainingInputBatch")},
-    calls={f"{_MODULE}._rebuild_tensor_batch": _batch},
-)
-"""`TrainingInputBatch`."""
-
-
 def read_dump(path: Path) -> StepDump:
     """Read a `TrainingInputBatch`.
 
     Raises:
         RecordError: no such file, a damaged one, one with unknown classes, or a batch without its masks.
     """
-    batch = read_restricted(path, known=KNOWN)
-    if not isinstance(batch, Batch):
+    batch = read_restricted(path, known=SKYRL)
+    if not isinstance(batch, TrainingInputBatch):
         raise refuse_names(path, f"a {type(batch).__name__}", "a TrainingInputBatch, as dump_data writes it")
     tensors = {name: value for name, value in batch.tensors.items() if isinstance(value, Tensor)}
     if missing := [name for name in ("sequences", "response_mask", "loss_mask") if name not in tensors]:
@@ -101,13 +66,11 @@ def read_dump(path: Path) -> StepDump:
     mask_BC = real["response_mask"].bool()
     known = {name: value for name, value in real.items() if name in NAMES}
     shapes = {name: list(value.shape) for name, value in known.items() if value.shape != mask_BC.shape}
-    if shapes or real["sequences"].dim() != 2 or real["sequences"].shape[1] < mask_BC.shape[1]:
-        found = (
-            ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            or f"sequences {list(real['sequences'].shape)}"
-        )
-        raise refuse_names(path, found, f"the shape {list(mask_BC.shape)} of response_mask, at the end of sequences")
-    ids_BC = real["sequences"][:, real["sequences"].shape[1] - mask_BC.shape[1] :]
+    sequences, needed = list(real["sequences"].shape), list(mask_BC.shape)
+    if shapes or len(sequences) != 2 or len(needed) != 2 or sequences[1] < needed[1]:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or f"sequences {sequences}"
+        raise refuse_names(path, found, f"the shape {needed} of response_mask, at the end of sequences")
+    ids_BC = real["sequences"][:, sequences[1] - needed[1] :]
     rows = [
         {**{NAMES[name]: value[n][own_C] for name, value in known.items()}, "token_ids": ids_BC[n][own_C]}
         for n, own_C in enumerate(mask_BC)
@@ -148,8 +111,8 @@ def _split(path: Path, metadata: Mapping[str, Any], number: int) -> tuple[Tensor
         raise refuse_names(path, found, "whole numbers, and as many rows on every rank")
     own = number // ranks
     most = -(-own // size)
-    places = [row // own * most + row % own // size for row in range(number)]
-    return torch.tensor(places), {"dp": ranks, "micro_batches": most}
+    places = [place // own * most + place % own // size for place in range(number)]
+    return torch.as_tensor(places), {"dp": ranks, "micro_batches": most}
 
 
 def _without_padding(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -188,7 +151,7 @@ def _documents(
         documents["group_ids"] = _groups(path, bounds, number)
     name = next((name for name in ("token_level_rewards", "rewards") if name in real), None)
     if name is not None:
-        documents["rewards"] = torch.where(mask_BC, real[name].double(), 0.0).sum(1)
+        documents["rewards"] = sums_of_rows(real[name], mask_BC)
     return documents
 
 
@@ -205,4 +168,4 @@ def _groups(path: Path, bounds: Any, number: int) -> Tensor:
         end = pair[1]
     if end != number:
         raise refuse_names(path, f"prompts up to row {end}", rule)
-    return torch.tensor(groups)
+    return torch.as_tensor(groups)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from workbench.check import check_step
-from workbench.errors import RecordError, SpecError
+from workbench.errors import RecordError
 from workbench.rollouts.torch_files import read_restricted
-from workbench.systems.openrlhf.advantages import estimator_of
 from workbench.systems.openrlhf.dump import read_dump
 
 DUMPS = Path(__file__).parents[3] / "dumps/openrlhf"
@@ -150,10 +149,3 @@ def test_a_damaged_or_truncated_file_is_read_or_refused(tmp_path, place):
     file.write_bytes(content)
     with contextlib.suppress(RecordError):
         read_dump(file)
-
-
-def test_estimators():
-    assert estimator_of({"estimator": "rloo"})[0] == "rloo"
-    assert estimator_of({"estimator": "dr_grpo"})[1]["scale"] == "none"
-    with pytest.raises(SpecError, match="rloo, group_norm, dr_grpo are recomputed"):
-        estimator_of({})

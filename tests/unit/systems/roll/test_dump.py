@@ -41,7 +41,7 @@ def test_what_roll_wrote_agrees(name):
     [
         ("token_mean", {"loss_agg_mode": "seq-mean-token-mean"}, "by all trained tokens of the step"),
         ("token_mean", {"use_kl_loss": False}, ""),
-        ("seq_mean", {"rl_loss_coef": 2.0}, "multiplied by 0.5"),
+        ("seq_mean", {"rl_loss_coef": 2.0}, "times 0.5"),
         ("seq_mean", {"importance_sampling": "token"}, ""),
     ],
 )
