@@ -33,7 +33,7 @@ def estimator_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     of_groups: dict[str, tuple[str, dict[str, Any]]] = {
         "rloo": ("rloo", {}),
         "group_norm": ("grpo", {"scale": "std", "epsilon": EPSILON}),
-        "dr_grpo": ("grpo", {"scale": "none"}),
+        "dr_grpo": ("grpo", {"scale": "none", "epsilon": EPSILON}),
     }
     if settings.estimator not in of_groups:
         raise SpecError(
