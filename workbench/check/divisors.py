@@ -166,13 +166,15 @@ def _of_terms(reading: Reading, right_T: Tensor) -> Iterator[tuple[str, str, Rea
         "document_sum": "by documents",
         "raw": "by nothing",
     }
+    spec, own = reading.spec, reading.spec.compat.kl_denominator
+    present = {"policy": spec.denominator, "penalty": spec.denominator if own == "penalty" else own}
     for name, text in texts.items():
-        if name == reading.spec.denominator:
-            continue
         with contextlib.suppress(ValidationError, WorkbenchError):
             changes: dict[str, Any] = {"denominator": name, "denominator_constant": None}
             other_T = weights_of(reading.changed(**changes))
             for of, whose in (("penalty", "the KL penalty"), ("policy", "the policy term")):
+                if name == present[of]:
+                    continue
                 factor_T = _factor(reading, right_T, other_T, of)
                 text_of = f"{whose} is divided {text}, the other term is not"
                 yield "denominator", text_of, replace(reading, scale=Scale(factor_T, of=of))
