@@ -65,7 +65,12 @@ def test_what_its_loss_computed_agrees():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"eps_clip_higher": 0.05}, {"importance_sampling_level": "sequence"}, {"use_sapo_loss": True}]
+    "settings",
+    [
+        {"importance_sampling_level": "sequence"},
+        pytest.param({"eps_clip_higher": 0.05}, marks=pytest.mark.slow),
+        pytest.param({"use_sapo_loss": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_other_settings_differ(settings):
     assert check_step(LOSS, system="areal", settings=SETTINGS | settings).first.name == "coefficients"

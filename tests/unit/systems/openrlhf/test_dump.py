@@ -47,8 +47,10 @@ def test_what_its_loss_computed_agrees(name):
     [
         ("token_mean", {"token_level_loss": False}, "the policy term is divided by all trained tokens"),
         ("seq_mean", {"token_level_loss": True}, "the policy term is divided by documents, each over its own"),
-        ("token_mean", {"kl": {**PENALTY["kl"], "estimator": "k1"}}, "k3"),
-        ("token_mean", {"is_correction_mode": "mask"}, "outside their bounds are truncated"),
+        pytest.param("token_mean", {"kl": {**PENALTY["kl"], "estimator": "k1"}}, "k3", marks=pytest.mark.slow),
+        pytest.param(
+            "token_mean", {"is_correction_mode": "mask"}, "outside their bounds are truncated", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_other_settings_than_it_had_are_named(name, settings, text):

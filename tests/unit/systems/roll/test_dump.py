@@ -40,9 +40,9 @@ def test_what_roll_wrote_agrees(name):
     ("name", "settings", "text"),
     [
         ("token_mean", {"loss_agg_mode": "seq-mean-token-mean"}, "by all trained tokens of the step"),
-        ("token_mean", {"use_kl_loss": False}, ""),
-        ("seq_mean", {"rl_loss_coef": 2.0}, "times 0.5"),
-        ("seq_mean", {"importance_sampling": "token"}, ""),
+        pytest.param("token_mean", {"use_kl_loss": False}, "", marks=pytest.mark.slow),
+        pytest.param("seq_mean", {"rl_loss_coef": 2.0}, "times 0.5", marks=pytest.mark.slow),
+        pytest.param("seq_mean", {"importance_sampling": "token"}, "", marks=pytest.mark.slow),
     ],
 )
 def test_other_settings_than_roll_had_are_named(name, settings, text):

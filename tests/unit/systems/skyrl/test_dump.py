@@ -51,10 +51,12 @@ def test_what_skyrl_wrote_agrees(name):
     ("name", "settings", "text"),
     [
         ("token_mean", {"loss_reduction": "sequence_mean"}, "by all trained tokens of the step"),
-        ("sequence_mean", {"loss_reduction": "token_mean"}, "by documents, each over its own"),
-        ("sequence_mean", {"eps_clip_high": 0.05}, "clip"),
+        pytest.param(
+            "sequence_mean", {"loss_reduction": "token_mean"}, "by documents, each over its own", marks=pytest.mark.slow
+        ),
+        pytest.param("sequence_mean", {"eps_clip_high": 0.05}, "clip", marks=pytest.mark.slow),
         ("token_mean", {"kl_loss_coef": 0.1}, "the KL penalty is weighed by 0.05"),
-        ("token_mean", {"off_policy_correction": {}}, ""),
+        pytest.param("token_mean", {"off_policy_correction": {}}, "", marks=pytest.mark.slow),
     ],
 )
 def test_other_settings_than_skyrl_had_are_named(name, settings, text):
