@@ -83,6 +83,8 @@ def test_values_of_the_loss_have_their_names():
     assert torch.bincount(dump.document_ids_T).tolist() == [6, 3, 5, 4, 2, 7]  # completions, without their prompts
     assert dump.loss_mask_T.sum() == 23
     assert {"old_logprobs", "sampler_logprobs", "policy_logprobs"} <= {*dump.tokens}
+    first = read_restricted(LOSS / "rank_0_micro_0.pt")
+    assert torch.equal(dump.tokens["token_ids"][dump.document_ids_T == 0], first["input_ids"][3:9])
 
 
 def test_a_file_of_the_loss_is_one_micro_batch():

@@ -73,6 +73,9 @@ def test_values_have_their_names():
     assert dump.loss_mask_T.sum() == dump.counts["tokens"] == 29
     assert torch.bincount(dump.document_ids_T).tolist() == [6, 2, 3, 7, 5, 1, 4, 3]  # no prompt and no padding
     assert (dump.tokens["policy_logprobs"] < 0).sum() == 29
+    first = read_restricted(DUMPS / "token_mean/rank_0_micro_0.pt")
+    own_C = first["action_mask"][0]
+    assert torch.equal(dump.tokens["token_ids"][dump.document_ids_T == 0], first["sequences"][0, 1:][own_C])
 
 
 def test_a_file_is_one_micro_batch():

@@ -58,6 +58,10 @@ def test_values_have_their_names():
     assert dump.documents["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     assert {"policy_logprobs", "old_logprobs", "sampler_logprobs", "ref_logprobs", "coefficients"} <= {*dump.tokens}
     assert {*dump.losses} == {"policy", "total", "kl_without_coefficient"}
+    batch = read_restricted(file_of("token_mean"), known=KNOWN).batch
+    for number in (0, 5):
+        own_C = batch["response_mask"][number].bool()
+        assert torch.equal(dump.tokens["token_ids"][dump.document_ids_T == number], batch["input_ids"][number][own_C])
 
 
 def test_a_rollout_has_no_advantages_and_generations_are_text():
