@@ -151,6 +151,7 @@ ADDED_SETTINGS = (
     "layout.pipeline_schedule",
     "layout.stages_per_rank",
     "layout.stage_layers",
+    "layout.shard_ranks",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
