@@ -155,6 +155,7 @@ ADDED_SETTINGS = (
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
+    "loss.compat.kl_denominator",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
 

@@ -27,6 +27,7 @@ MOVED = {
     "documents_counted": "compat.documents_counted",
     "entropy_denominator": "compat.entropy_denominator",
     "gradient_divisor": "compat.gradient_divisor",
+    "kl_denominator": "compat.kl_denominator",
     "normalize_by_documents": "compat.normalize_by_documents",
     "scaling.count_epsilon": "compat.scaling.count_epsilon",
     "scaling.counts": "compat.scaling.counts",
@@ -87,7 +88,7 @@ NEWER = (
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""
-LOSS = GOLDEN["loss defaults"]
+LOSS = GOLDEN["loss defaults"] | {"kl_denominator": "penalty"}  # which the record is older than
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}
 
 
