@@ -58,6 +58,10 @@ BENCHMARKS = {
         "attribution.measure",
         "whether causes planted between trainer and sampler are named, and whether the floor is right",
     ),
+    "mismatch_lab": (
+        "mismatch_lab.measure",
+        "what corrections for the gap between trainer and sampler discard, and their effect against the seeds' spread",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",

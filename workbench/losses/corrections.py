@@ -9,6 +9,7 @@ the token. Nothing here carries a gradient.
     gate     keep while low <= s <= high, s = the ratio, k1, k2, k3 or binary KL of a token, or their mean, sum, maximum
              or minimum over its document (the ratio's in logs)
     opsm     reject A < 0 where the document's mean of (anchor - policy) is above a threshold
+    age      reject tokens whose weights are more optimizer steps old than staleness_high
     m2       reject the tokens with the greatest mu^2 until the mean of mu^2 over the others is at most a threshold
 
 All but opsm depend on data alone, so they can be evaluated on whole rows before anything is split: survivors and
@@ -30,6 +31,7 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term, clamped
 from workbench.rollouts.targets import TrainingRow
+from workbench.rollouts.versions import STALENESS
 from workbench.specs.losses import CorrectionSpec, GateSpec
 
 CORRECTION_WEIGHTS = "correction_weights"
@@ -79,7 +81,8 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
               "When speed kills stability" (2025), and verl; geometric gate: NeMo-RL "seq-mask-tis"; opsm:
               DeepSeek-V3.2, arXiv 2512.02556, section 3.1; m2: M2PO, arXiv 2510.01161, with the old policy in place
               of the live one, as AReaL computes it; segments: ROLL; binary KL and truncation beyond a gate: AReaL
-              cbff54d6; minimum over a document (veto) and tokens that were not sampled: NousResearch/torchtitan.
+              cbff54d6; minimum over a document (veto) and tokens that were not sampled: NousResearch/torchtitan;
+              age: slime's `mask_offpolicy_in_partial_rollout` is staleness_high 0.
     """
     with torch.no_grad():
         inputs = _sampled(inputs, spec)
@@ -104,6 +107,8 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
             kept_T = kept_T & ~((inputs.advantages_T < 0) & far_T)
         if spec.m2_threshold is not None:
             kept_T = kept_T & (_mismatch(inputs).square() <= _statistic(inputs, spec, M2_CUTOFF))
+        if spec.staleness_high is not None:
+            kept_T = kept_T & (inputs.ages_T <= spec.staleness_high)
         dtype = inputs.policy_logprobs_T.dtype
         return Correction(
             torch.where(kept_T, bounded_T, 0.0).to(dtype),
@@ -187,6 +192,7 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
         document_ids_T=row.document_ids_T,
         statistics=statistics or {},
         correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS),
+        staleness_T=row.extensions.get(STALENESS),
     )
 
 

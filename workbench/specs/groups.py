@@ -303,9 +303,9 @@ class OnlineSpec(Group):
     cyclically; all of them if that is left out."""
     sampler_precision: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     """Of the sampler's weights and activations; None takes that in which the run computes."""
-    old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Source of the old policy's log-probabilities: the trainer, in a forward pass before the first update, or the
-    sampler."""
+    old_logprobs: Literal["trainer", "sampler", "behaviour"] = "trainer"
+    """Source of the old policy's log-probabilities: the trainer, in a forward pass before the first update; the
+    sampler; or, for behaviour, the trainer with the weights that sampled each token (sync.queue)."""
     prompts_at_once: int = Field(8, ge=1)
     """Prompts whose completions are sampled in one batch. Batches, and not prompts, are assigned to ranks, so that they
     are the same in every layout. A rank without a batch waits for the others, no longer than timeout_s."""

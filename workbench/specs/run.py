@@ -32,6 +32,7 @@ from workbench.specs.losses.own import OwnLoss
 from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
 from workbench.specs.precision import conflicts as precision_conflicts
 from workbench.specs.reading import merge, parse_spec, read_yaml
+from workbench.specs.sync import SyncSpec, sync_conflicts
 
 
 class RunSpec(Group):
@@ -45,6 +46,7 @@ class RunSpec(Group):
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     online: OnlineSpec = OnlineSpec()
+    sync: SyncSpec = SyncSpec()
     policy: PolicySpec = PolicySpec()
     kernels: KernelSpec = KernelSpec()
     loss: LossSpec = LossSpec()
@@ -140,6 +142,8 @@ ADDED_SETTINGS = (
     "online.min_p",
     "online.sampler_logprobs",
     "online",
+    "sync",
+    "loss.correction.staleness_high",
     "policy.support",
     "kernels",
     "mixed_precision",
@@ -171,9 +175,9 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         )
     if loss.counts_live:
         yield (
-            f"loss.correction.denominator = {loss.correction.denominator!r} with old_policy 'current' counts the "
-            "tokens that the live policy keeps, but the weights of a step are data from before its forward pass; use "
-            "old_policy: recorded"
+            f"loss.correction.denominator = {loss.correction.denominator!r} with old_policy {loss.old_policy!r} counts "
+            "the tokens that the live policy keeps, but the weights of a step are data from before its forward pass; "
+            "use old_policy: recorded"
         )
     if loss.kl.coefficient and loss.kl.placement == "reward" and spec.data.advantages.name == "recorded":
         yield (
@@ -201,6 +205,7 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
             "give online.top_k, top_p or min_p, or take support: whole"
         )
+    yield from sync_conflicts(spec)
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
@@ -303,11 +308,6 @@ def _not_predicted(spec: RunSpec) -> Iterator[str]:
 def _routes_not_known(spec: RunSpec) -> Iterator[str]:
     """Yield settings of routers that need routes or biases which the run does not have, each with its fix."""
     routing, online = spec.routing, spec.online
-    if routing.bias_step and online.on:
-        yield (
-            "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
-            "experts than the trainer; balance with routing.balance"
-        )
     if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
         yield (
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
