@@ -15,6 +15,7 @@ from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
+from experiments.mismatch_lab import page as lab_page
 from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
 from experiments.sensitivity import page as sensitivity_page
@@ -84,6 +85,7 @@ def page() -> str:
         diagnosis(),
         sensitivity(),
         attribution(),
+        mismatch_lab(),
         drift(),
         engine_matrix(),
         first_minutes(),
@@ -714,6 +716,20 @@ def attribution() -> str:
         "transfer to a trained model.",
         _table(attribution_page.FLOOR_HEAD, attribution_page.floor_rows(record), right=range(3, 6)),
         _source("attribution/attribution.json", "attribution/report.html", "python -m workbench bench attribution"),
+    )
+
+
+def mismatch_lab() -> str:
+    """Corrections on one recorded gap, and in online runs over seeds."""
+    record = _record("mismatch_lab/mismatch_lab.json")
+    return _section(
+        "Corrections of the gap between trainer and sampler",
+        lab_page.answer(record),
+        lab_page.GAP_CAPTION,
+        _table(lab_page.GAP_HEAD, lab_page.gap_rows(record), right=range(1, 8)),
+        lab_page.ONLINE_CAPTION,
+        _table(lab_page.ONLINE_HEAD, lab_page.online_rows(record), right=(2, 4, 5, 7, 8)),
+        _source("mismatch_lab/mismatch_lab.json", "mismatch_lab/report.html", "python -m workbench bench mismatch_lab"),
     )
 
 

@@ -235,6 +235,9 @@ def record_of(
         "every run has every seed": all(len(row["rewards"]) == len(SEEDS) for row in online),
     }
     return {
+        "benchmark": "mismatch_lab",
+        "command": "python -m workbench bench mismatch_lab",
+        "device": "cpu",
         "steps": steps,
         "seeds": list(SEEDS),
         "gap": list(gap),

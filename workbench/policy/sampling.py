@@ -218,8 +218,8 @@ def generate(
     for number, (tokens, nats, mass) in enumerate(rows):
         length = next((place for place, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
         kept = [torch.nonzero(kept_NV[number])[:, 0].tolist() for kept_NV in supports[:length]]
-        fed = slice(gaps[number], longest + length - 1)
-        of_fed_tLk = None if routes_NPLk is None else routes_NPLk[number, fed]
+        places = slice(gaps[number], longest + length - 1)
+        of_fed_tLk = None if routes_NPLk is None else routes_NPLk[number, places]
         completions.append(Completion(tokens[:length], nats[:length], kept, mass[:length], of_fed_tLk))
     return completions
 

@@ -35,6 +35,7 @@ ARITHMETIC = (
     "online.top_k",
     "online.top_p",
     "online.min_p",
+    "online.truncation_order",
     "online.sampler_logprobs",
     "online.sampler_precision",
     "online.old_logprobs",

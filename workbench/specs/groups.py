@@ -292,6 +292,9 @@ class OnlineSpec(Group):
     """The sampler draws from the smallest set of most probable tokens with this probability; 1: from all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """The sampler draws from tokens with this share of the largest probability at least; 0: from all."""
+    truncation_order: Literal["transformers", "vllm"] = "transformers"
+    """Order of the three, as an engine has it: top_k, top_p, min_p; or min_p, top_k, top_p. Each sees what those before
+    it left."""
     sampler_logprobs: Literal["raw", "scaled", "truncated"] | None = None
     """Quantity that the sampler reports: log-probabilities before the temperature, after it, or in the truncated
     support, which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
@@ -332,6 +335,8 @@ class OnlineSpec(Group):
                 f"{', '.join(self.changed)} without a task, which turns online rollouts on; give online.task, "
                 "such as arithmetic"
             )
+        if "truncation_order" in self.changed and not (self.top_p < 1 and self.min_p):
+            raise ValueError("truncation_order matters where both top_p and min_p truncate; leave it out")
         return self
 
 

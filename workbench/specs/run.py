@@ -140,6 +140,7 @@ ADDED_SETTINGS = (
     "online.top_k",  # settings of a group come before the group
     "online.top_p",
     "online.min_p",
+    "online.truncation_order",
     "online.sampler_logprobs",
     "online",
     "sync",

@@ -274,6 +274,7 @@ def sampling_of(spec: RunSpec) -> Sampling:
         online.min_p,
         online.sampler_logprobs or ("truncated" if online.truncates else "scaled"),
         "truncated" if spec.policy.support == "recorded" else "scaled",
+        online.truncation_order,
     )
 
 

@@ -18,6 +18,7 @@ from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
 from workbench.specs.run import ADDED_PARAMETERS, RunSpec
+from workbench.specs.sync import SyncSpec
 from workbench.systems import replay
 from workbench.systems.registry import load_system
 
@@ -82,12 +83,13 @@ NEWER = (
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
     | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
-    | {"policy.support": "whole"}
+    | {"online.truncation_order": "transformers", "policy.support": "whole"}
+    | {f"sync.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in SyncSpec.model_fields.items()}
     | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""
-LOSS = GOLDEN["loss defaults"]
+LOSS = GOLDEN["loss defaults"] | {"correction.staleness_high": None}
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}
 
 

@@ -137,3 +137,32 @@ def test_a_buffer_that_training_moves_reaches_the_sampler_or_is_missed(tmp_path)
     assert ways(missed) == {f"layer {n}": {"version 0 (the source), 2 steps older": 1} for n in (1, 2)}
     names = [name for of in missed["differing"].values() for of_way in of.values() for name in of_way]
     assert names == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+
+
+@pytest.mark.parametrize("cache", ["kept", "recomputed"])
+def test_updates_in_flight_do_not_depend_on_the_batch(cache, tmp_path):
+    """Prompts of unequal lengths are padded, and fed again with their padding."""
+    batches = []
+    for at_once in (1, 8):
+        settings = {
+            "sync": {"queue": 1, "in_flight_tokens": 2, "cache": cache},
+            "online": {"prompts": 4, "answers": 2, "max_new_tokens": 5, "prompts_at_once": at_once},
+            "optimizer": {"name": "sgd", "learning_rate": 3.0},
+            "record": {"gradients": "none"},
+        }
+        run = done(tmp_path / f"{at_once}", steps=3, **settings)
+        batches.append(load(run.path / "rollouts/step0002"))
+    assert len(set(batches[0].lengths_N.tolist())) > 1
+    assert torch.equal(batches[0].tokens_T, batches[1].tokens_T)
+    torch.testing.assert_close(batches[0].sampler_logprobs_T, batches[1].sampler_logprobs_T, rtol=0, atol=1e-12)
+
+
+def test_keys_and_values_of_older_weights_are_kept_or_not(tmp_path):
+    sampled = {}
+    for cache in ("kept", "recomputed"):
+        sync = {"queue": 1, "in_flight_tokens": 1, "cache": cache}
+        run = done(
+            tmp_path / cache, steps=2, optimizer={"name": "sgd", "learning_rate": 3.0}, **{**SMALL, "sync": sync}
+        )
+        sampled[cache] = load(run.path / "rollouts/step0001").sampler_logprobs_T
+    assert not torch.equal(sampled["kept"], sampled["recomputed"])
