@@ -8,6 +8,8 @@ import torch
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.online_runs import Digits, done, spec_of
 from tests.oracles import asynchronous
+from workbench.launch.ablation import AblationSpec
+from workbench.launch.run import launch
 from workbench.policy.decoder import load_decoder
 from workbench.rollouts.files import load
 from workbench.rollouts.versions import STALENESS, VERSION
@@ -131,3 +133,45 @@ def test_older_weights_sample_and_train_as_the_oracle(name, tmp_path):
         assert_float64_parity(actual, gradients, context=f"{name}, step {step}")
     if "queue" in of_oracle:
         assert len(seen) > 1, "tokens of several ages"
+
+
+AGED = {
+    **USUAL,
+    "sync": {"queue": 1, "mixed": True, "in_flight_tokens": 2, "lag": 1, "late": ["q_proj"]},
+    "online": {**USUAL["online"], "old_logprobs": "behaviour", "prompts": 2},
+    "loss": USUAL["loss"] | TIS,
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "order": "zigzag"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_versions_are_the_same_in_every_layout(layout, tmp_path):
+    """Each rank holds whole versions, and gives its shard of the policy the weights of one and takes them back."""
+    one, many = (done(tmp_path / name, steps=STEPS, layout=of, **AGED) for name, of in (("one", {}), ("many", layout)))
+    for step in range(STEPS):
+        batches = [load(run.path / "rollouts" / f"step{step:04d}") for run in (one, many)]
+        assert torch.equal(batches[0].tokens_T, batches[1].tokens_T)
+        assert torch.equal(batches[0].extensions[VERSION].values, batches[1].extensions[VERSION].values)
+        assert (batches[0].old_logprobs_T - batches[1].old_logprobs_T).abs().max() <= 1e-12
+        gradients = [run.read_tensors(f"step{step:04d}.gradients") for run in (one, many)]
+        assert_float64_parity(gradients[1], gradients[0], context=f"{layout}, step {step}")
+
+
+@pytest.mark.slow
+def test_sharded_parameters_take_the_weights_of_a_version_and_give_them_back(tmp_path):
+    one = done(tmp_path, "one", steps=STEPS, **AGED)
+    spec = spec_of(steps=STEPS, layout={"dp": 2, "shard_parameters": True}, **AGED)
+    base = spec.model_dump(mode="json") | {"loss": spec.loss.overrides()}
+    ablation = AblationSpec(reference="two", base=base, configurations={"two": {}})
+    [run] = launch(ablation, tmp_path / "experiment", where="processes", project=tmp_path).wait(240)
+    assert run.status == "succeeded", run.failure()
+    for step in range(STEPS):
+        gradients = [of.read_tensors(f"step{step:04d}.gradients") for of in (one, run)]
+        assert_float64_parity(gradients[1], gradients[0], context=f"step {step}")
