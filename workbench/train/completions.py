@@ -15,7 +15,7 @@ from workbench.policy.routers import Routers
 from workbench.policy.sampling import Completion
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis, Mesh
-from workbench.specs.groups import OnlineSpec
+from workbench.specs.online import OnlineSpec
 
 
 def gather_completions(

@@ -14,7 +14,8 @@ from torch import Tensor
 from workbench.policy.model import Policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import Mesh
-from workbench.specs.groups import AdvantageSpec, RoutingSpec
+from workbench.specs.groups import AdvantageSpec
+from workbench.specs.mixtures import RoutingSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.routes import NOTED, StepRoutes

@@ -34,8 +34,8 @@ from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import for_policy
 from workbench.rollouts.task import Task, named_task
 from workbench.rollouts.versions import STALENESS, VERSION, with_versions, without_stale
-from workbench.specs.groups import RoutingSpec
 from workbench.specs.losses import LossSpec
+from workbench.specs.mixtures import RoutingSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy

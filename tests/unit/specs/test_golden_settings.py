@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
-from workbench.specs.groups import PredictionSpec, RoutingSpec
 from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
+from workbench.specs.mixtures import PredictionSpec, RoutingSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
 from workbench.specs.run import ADDED_PARAMETERS, RunSpec

@@ -4,7 +4,7 @@ import torch
 
 from workbench.policy.sampling import Completion
 from workbench.sharding.simulated import simulate
-from workbench.specs.groups import OnlineSpec
+from workbench.specs.online import OnlineSpec
 from workbench.train.completions import gather_completions
 
 COMPLETIONS = {
