@@ -62,6 +62,10 @@ BENCHMARKS = {
         "mismatch_lab.measure",
         "what corrections for the gap between trainer and sampler discard, and their effect against the seeds' spread",
     ),
+    "attribution_gpu": (
+        "attribution_gpu.measure",
+        "which causes a gap has whose sampler runs in bfloat16 and FP8 on a GPU, with the Qwen3-0.6B architecture",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",
