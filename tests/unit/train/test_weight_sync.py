@@ -127,6 +127,22 @@ def test_samplings_out_of_order_are_refused():
         online_of(spec_of(sync={"queue": 2})).sample(5)
 
 
+def test_a_policy_takes_the_weights_of_a_version_and_gives_them_back():
+    """Also if nothing afterwards has the newest version."""
+    online = online_of(spec_of(sync={"queue": 1}))
+    versions, parameters = [], dict(online.policy.model.named_parameters())
+    for number in range(2):
+        online.sync.note(number)
+        versions.append({name: value.detach().clone() for name, value in parameters.items()})
+        with torch.no_grad():
+            for value in parameters.values():
+                value.mul_(1 + (1 - number) / 8)
+    with online.sync.policy_at(0):
+        assert all(torch.equal(parameters[name], value) for name, value in versions[0].items())
+    assert all(torch.equal(parameters[name], value) for name, value in versions[1].items())
+    assert not torch.equal(versions[0]["model.norm.weight"], versions[1]["model.norm.weight"])
+
+
 def test_a_buffer_that_training_moves_reaches_the_sampler_or_is_missed(tmp_path):
     """Biases of routers are buffers: a sync of parameters alone leaves those of the source."""
     source = save_tiny_glm4_moe(tmp_path / "model")
