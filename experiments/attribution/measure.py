@@ -61,9 +61,8 @@ def measure(
     """
     start, kinds = time.monotonic(), only or tuple(kind for kind, _ in BENCHES)
     if only[:1] == ("floors",):
-        return floors_again(
-            from_json((Path(__file__).parent / "attribution.json").read_text()), only[1:], report_progress
-        )
+        saved = from_json((Path(__file__).parent / "attribution.json").read_text())
+        return floors_again(saved, only[1:], report_progress)
     with tempfile.TemporaryDirectory() as temporary:
         benches = benches_in(Path(temporary), kinds)
         floors = [row for bench in benches for row in both_floors(bench, report_progress)]

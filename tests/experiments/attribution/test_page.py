@@ -38,9 +38,7 @@ def test_the_alarm_and_the_floor_keep_their_bars(record):
     assert all(abs(row["ratio"] - 1) <= 0.2 for row in record["floors"])
     assert len(record["floors"]) == 12
     [rare] = [row for row in record["floors"] if (row["kind"], row["precision"]) == ("moe", "float16")]
-    assert min(rare["far_documents"]) >= 10, (
-        "enough routes that flip: the standard error of their count is a third at most"
-    )
+    assert min(rare["far_documents"]) >= 10, "the standard error of their count is a third at most"
 
 
 def test_stale_weights_are_found_from_the_step_on_at_which_the_sampler_is_stuck(record):
