@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.hand_made import NOBODY, make_run
-from workbench.atomic import to_json, write_whole
+from workbench.atomic import from_json, to_json, write_whole
 from workbench.cli import main
 from workbench.errors import RecordError
 from workbench.records.provenance import this_process
@@ -50,3 +50,21 @@ def test_a_moment_that_no_clock_tells_is_damage_and_no_command_trips_over_it(tmp
     assert main(["ls", str(tmp_path)]) == 0
     assert "cp2" in capsys.readouterr().out
     assert main(["status", str(run.path)]) == 2
+
+
+@pytest.mark.parametrize("ranks", [0, -2, 10**12])
+def test_a_number_of_ranks_that_no_job_has_is_damage(tmp_path, ranks, capsys):
+    run = make_run(tmp_path, "cp2", state="failed")
+    write_whole(run.path / "state.json", to_json(run.state | {"world_size": ranks}))
+    with pytest.raises(RecordError, match="at least 1 and at most 16384"):
+        read_state(run.path)
+    assert main(["status", str(run.path)]) == 2
+
+
+def test_nor_does_a_layout_in_damaged_settings_make_status_list_them(tmp_path, capsys):
+    run = make_run(tmp_path, "cp2", state="failed")
+    settings = from_json((run.path / "config.json").read_bytes())
+    write_whole(run.path / "config.json", to_json(settings | {"layout": {"dp": 10**12}}))
+    write_whole(run.path / "state.json", to_json({k: v for k, v in run.state.items() if k != "world_size"}))
+    assert main(["status", str(run.path)]) == 2
+    assert "at most 16384" in capsys.readouterr().err
