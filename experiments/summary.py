@@ -728,7 +728,7 @@ def mismatch_lab() -> str:
         lab_page.GAP_CAPTION,
         _table(lab_page.GAP_HEAD, lab_page.gap_rows(record), right=range(1, 8)),
         lab_page.ONLINE_CAPTION,
-        _table(lab_page.ONLINE_HEAD, lab_page.online_rows(record), right=(2, 4, 5, 7, 8)),
+        _table(lab_page.ONLINE_HEAD, lab_page.online_rows(record), right=(2, 3, 5, 6, 8, 9)),
         _source("mismatch_lab/mismatch_lab.json", "mismatch_lab/report.html", "python -m workbench bench mismatch_lab"),
     )
 

@@ -207,6 +207,7 @@ def of_run(run: RunDirectory) -> dict[str, float]:
 
     return {
         "reward": mean("reward/all/mean", steps[-LAST:], 0.0),
+        "start": mean("reward/all/mean", steps[:LAST], 0.0),
         "right": mean("reward/right/fraction", steps[-LAST:], 0.0),
         "gap_k3_nats": mean("kl/sampler_old/k3_mean", steps, 0.0),
         "kept": mean("weight/kept/fraction", steps, 1.0),

@@ -47,7 +47,7 @@ def test_what_each_correction_discards_of_a_gap_by_hand():
 
 
 def seeds(*rewards):
-    keys = ("right", "gap_k3_nats", "kept", "weight", "gradient_norm")
+    keys = ("right", "start", "gap_k3_nats", "kept", "weight", "gradient_norm")
     return [{"reward": reward, **dict.fromkeys(keys, 1.0)} for reward in rewards]
 
 

@@ -31,4 +31,7 @@ def test_the_answer_counts_what_is_seen(record):
     seen = [row for row in record["online"] if row["seen"] and row["name"] not in ("none", "synchronous")]
     assert f" {len(seen)} of " in answer(record)
     assert f"of one sign{': ' if seen else '.'}" in answer(record)
+    dense = [row for row in record["online"] if row["model"] == "dense"]
+    falling = sum(row["reward"] < row["start"] for row in dense)
+    assert f"falls in {falling} of {len(dense)} configurations of the dense model" in answer(record)
     assert "of the credit left" in format_record(record)
