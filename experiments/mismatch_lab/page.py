@@ -42,10 +42,10 @@ GAP_CAPTION = (
     "weights, as a share. Cosine: with the credit under the exact ratio of each token."
 )
 ONLINE_CAPTION = (
-    "First 10, reward: mean of the first and of the last 10 steps, then over seeds. The learning rate is five times that "
-    "of the online experiment, so that weights of a few steps ago are another policy. Effect: mean over seeds of the difference to the run without "
-    "a correction; spread: standard deviation over seeds of that run. Seen: one sign in all seeds, and larger than the "
-    "spread. Three seeds of a tiny policy: what is not seen may be there."
+    "First 10, reward: mean of the first and of the last 10 steps, then over seeds. The learning rate is five times "
+    "that of the online experiment, so that weights of a few steps ago are another policy. Effect: mean over seeds of "
+    "the difference to the run without a correction; spread: standard deviation over seeds of that run. Seen: one sign "
+    "in all seeds, and larger than the spread. Three seeds of a tiny policy: what is not seen may be there."
 )
 
 

@@ -66,7 +66,9 @@ def test_an_effect_is_seen_if_it_has_one_sign_and_is_larger_than_the_spread(rewa
     ("model", "name"), [(m, n) for m, configurations in lab.ONLINE.items() for n in configurations]
 )
 def test_every_configuration_is_a_run(model, name):
-    RunSpec.model_validate(merge(lab.BASES[model], lab.ONLINE[model][name]))
+    spec = RunSpec.model_validate(merge(lab.BASES[model], lab.ONLINE[model][name]))
+    assert spec.online.on
+    assert spec.sync.asynchronous == (model == "dense" and name != "synchronous")
 
 
 def test_finished_runs_are_taken_again(tmp_path):
