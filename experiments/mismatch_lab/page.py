@@ -45,7 +45,9 @@ ONLINE_CAPTION = (
     "First 10, reward: mean of the first and of the last 10 steps, then over seeds. The learning rate is five times "
     "that of the online experiment, so that weights of a few steps ago are another policy. Effect: mean over seeds of "
     "the difference to the run without a correction; spread: standard deviation over seeds of that run. Seen: one sign "
-    "in all seeds, and larger than the spread. Three seeds of a tiny policy: what is not seen may be there."
+    "in all seeds, and larger than the spread. Three seeds of a tiny policy: what is not seen may be there. Gap: k3 of "
+    "the sampler and the old policy, of which tis_behaviour has that of the engine alone. Completions are one segment, "
+    "so segment_tis is sequence_tis_mean."
 )
 
 
