@@ -96,11 +96,17 @@ QUEUED = {
 }
 
 
-def test_a_resumed_run_samples_and_trains_as_one_that_never_stopped(tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"lora": {**LORA, "sampler": "merged_bfloat16"}}, marks=pytest.mark.slow)],
+    ids=["weights", "adapters"],
+)
+def test_a_resumed_run_samples_and_trains_as_one_that_never_stopped(more, tmp_path):
     """It needs weights, and hashes of weights, from before its checkpoint."""
-    whole = done(tmp_path, "whole", steps=5, **QUEUED)
-    first = done(tmp_path, "first", steps=4, **QUEUED)
-    rest = done(tmp_path, "rest", continues=first.path.name, steps=5, **QUEUED)
+    settings = {**QUEUED, **more}
+    whole = done(tmp_path, "whole", steps=5, **settings)
+    first = done(tmp_path, "first", steps=4, **settings)
+    rest = done(tmp_path, "rest", continues=first.path.name, steps=5, **settings)
     times = ("time/", "memory/", "continues")
     kept = [{k: v for k, v in run.steps()[4].items() if not k.startswith(times)} for run in (whole, rest)]
     assert kept[0].keys() - kept[1].keys() == set()
