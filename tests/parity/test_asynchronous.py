@@ -124,6 +124,13 @@ def test_older_weights_sample_and_train_as_the_oracle(name, tmp_path):
                 itertools.chain(*(d["ages"] for d in documents))
             )
             seen |= {step - step % updates - version for version in versions}
+            ages = list(itertools.chain(*(d["ages"] for d in documents)))
+            record = run.steps()[step]
+            assert record["staleness/token/mean"] == pytest.approx(sum(ages) / len(ages), rel=1e-12)
+            assert record["staleness/token/max"] == max(ages)
+            if "max_staleness" in of_oracle:
+                left_out = sum(not d["trains"] for d in documents) / len(documents)
+                assert record["staleness/left_out/fraction"] == pytest.approx(left_out, abs=1e-12)
         trains = [d["trains"] for d in documents for _ in d["tokens"]]
         assert batch.loss_mask_T[sampled_S].tolist() == trains
         if of_oracle.get("old") != "interpolated":
