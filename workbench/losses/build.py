@@ -96,7 +96,8 @@ def build_loss(spec: LossSpec, project: Path | None = None) -> Loss:
             policy = apply_correction(policy, inputs, spec.correction)
             terms["policy"] = policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)
         if spec.kl.coefficient and spec.kl.placement == "loss":
-            terms["kl"] = kl_term(inputs, spec.kl)
+            kl, own = kl_term(inputs, spec.kl), spec.compat.kl_denominator
+            terms["kl"] = kl if own == "penalty" else replace(kl, weight=own)
         if spec.entropy_coefficient:
             terms["entropy"] = entropy_bonus(
                 inputs, spec.entropy_coefficient, denominator=spec.compat.entropy_denominator, chosen_T=chosen_T

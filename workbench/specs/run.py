@@ -155,9 +155,11 @@ ADDED_SETTINGS = (
     "layout.pipeline_schedule",
     "layout.stages_per_rank",
     "layout.stage_layers",
+    "layout.shard_ranks",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
+    "loss.compat.kl_denominator",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
 

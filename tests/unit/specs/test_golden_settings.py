@@ -28,6 +28,7 @@ MOVED = {
     "documents_counted": "compat.documents_counted",
     "entropy_denominator": "compat.entropy_denominator",
     "gradient_divisor": "compat.gradient_divisor",
+    "kl_denominator": "compat.kl_denominator",
     "normalize_by_documents": "compat.normalize_by_documents",
     "scaling.count_epsilon": "compat.scaling.count_epsilon",
     "scaling.counts": "compat.scaling.counts",
@@ -78,7 +79,7 @@ def unequal(spec, settings, prefix=""):
 
 NEWER = (
     {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
-    | {"layout.stage_layers": []}
+    | {"layout.stage_layers": [], "layout.shard_ranks": 0}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
@@ -89,7 +90,8 @@ NEWER = (
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""
-LOSS = GOLDEN["loss defaults"] | {"correction.staleness_high": None}
+# which the record is older than
+LOSS = GOLDEN["loss defaults"] | {"kl_denominator": "penalty", "correction.staleness_high": None}
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}
 
 

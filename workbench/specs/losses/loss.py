@@ -184,7 +184,8 @@ class LossSpec(Settings):
         """Invariants that this loss breaks by definition; () for almost all."""
         weights = DENOMINATOR_BREAKS.get(self.denominator, ())
         compat = self.compat
-        counts = compat.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
+        of_kl = bool(self.kl.coefficient) and compat.kl_denominator == "document"
+        counts = compat.normalize_by_documents or of_kl or self.denominator not in ("token", "raw", "local_token")
         empty = ("masked_rows",) if compat.documents_counted == "all" and counts else ()
         local_bonus = self.entropy_coefficient and compat.entropy_denominator == "local_token"
         bonus = DENOMINATOR_BREAKS["local_token"] if local_bonus else ()
