@@ -50,7 +50,7 @@ from workbench.rollouts.targets import shift_targets
 from workbench.sharding.plan import ShardPlan
 from workbench.specs.precision import CHANGES
 from workbench.specs.run import RunSpec
-from workbench.train.online import with_advantages
+from workbench.train.old_pass import with_advantages
 from workbench.train.step import compute_advantages, pack_step, plan_row
 
 _NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)

@@ -139,11 +139,19 @@ PENALTIES = ("kl", "entropy", "logit", "logit_size", "positive_nll")
 def prepare_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """Prepare the inputs of every term of a spec; the metrics of a step must use the same ones.
 
-    Formula:  old_policy "current": ``old = sg[policy]``; compat.scaling.mean_epsilon: added to lengths of means.
+    Formula:  old_policy "current": ``old = sg[policy]``; "interpolated": ``old = (1 - a) sampler + a sg[policy]`` in
+              logs, a = s / (s + 1) for weights that are s steps older; compat.scaling.mean_epsilon: added to lengths
+              of means.
     Backward: the policy's own, nothing through ``old``.
+    Source:   interpolation: AReaL, `prox_logp_method: loglinear` (docs/algorithms/prox_approx.md), where the policy
+              that is trained is one version ahead of the old one.
     """
     if spec.old_policy == "current":
         inputs = replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach())
+    if spec.old_policy == "interpolated":
+        share_T = (inputs.ages_T / (inputs.ages_T + 1)).to(inputs.policy_logprobs_T.dtype)
+        sampler_T = inputs.logprobs("sampler")
+        inputs = replace(inputs, old_logprobs_T=torch.lerp(sampler_T, inputs.policy_logprobs_T.detach(), share_T))
     if spec.compat.scaling.mean_epsilon:
         inputs = replace(inputs, length_epsilon=spec.compat.scaling.mean_epsilon)
     return inputs
