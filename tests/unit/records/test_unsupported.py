@@ -5,6 +5,7 @@ from torch import nn
 
 from workbench.errors import SpecError
 from workbench.records.unsupported import cleared_buffers, no_gradient, refuse_unsupported
+from workbench.sharding.given_parameters import GivenParameters
 
 
 class FullyShardedDataParallel(nn.Linear):
@@ -31,7 +32,7 @@ def distributed():
 )
 def test_models_whose_gradients_cannot_be_read(model, found):
     with pytest.raises(SpecError) as caught:
-        refuse_unsupported(model, dict(model.named_parameters()))
+        refuse_unsupported(model, dict(model.named_parameters()), GivenParameters())
     assert caught.value.parts["found"] == found
 
 
