@@ -8,10 +8,11 @@ by it, make its first step the gradient, to 1e-7.
 """
 
 import tempfile
+from pathlib import Path
 
 import torch
 from cuda_on_cpu import CudaOnCpu
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron_stack import gpt, run_schedule, start, wrapped
 
 from workbench.engines.case import EPSILON, EngineStep, padded
@@ -36,26 +37,26 @@ def built(case):
     return model, *wrapped(model, sharded=SHARDED, **settings(case))
 
 
-def sharded_state(ddp, optimizer):
-    weights = ddp.module.sharded_state_dict()
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 def resumed(case, ddp, optimizer):
-    """A new model and optimizer, from what megatron-core's distributed checkpoint saved of these."""
+    """A new model and optimizer, from files as Megatron-LM writes them in its format ``torch``."""
     shared = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(shared)
-    dist_checkpointing.save(sharded_state(ddp, optimizer), shared[0])
+    folder = Path(shared[0])
+    if rank() == 0:
+        state = {"model": ddp.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+        torch.save(state, folder / "model_optim_rng.pt")
+    if SHARDED:
+        optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
     torch.distributed.barrier()
     model, ddp, optimizer = built(case)
     with torch.no_grad():
         for value in model.parameters():
             value.zero_()
-    wanted = ddp.module.sharded_state_dict()
-    wanted = {"model": wanted, "optimizer": optimizer.sharded_state_dict(wanted, is_loading=True)}
-    state = dist_checkpointing.load(wanted, shared[0])
-    ddp.module.load_state_dict(state["model"])
+    state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+    ddp.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    if SHARDED:
+        optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
     return model, ddp, optimizer
 
 

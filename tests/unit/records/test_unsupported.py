@@ -36,6 +36,14 @@ def test_models_whose_gradients_cannot_be_read(model, found):
     assert caught.value.parts["found"] == found
 
 
+def test_gradients_in_shards_of_buffers_are_read_by_one_that_says_so():
+    class Gathered(GivenParameters):
+        reads_buffer_shards = True
+
+    model = distributed()
+    refuse_unsupported(model, dict(model.named_parameters()), Gathered())
+
+
 def test_errors_name_the_step_and_what_was_seen():
     assert "in a, b, c and 2 more" in no_gradient(3, list("abcde")).parts["found"]
     assert "step 3" in no_gradient(3, ["a"]).parts["requested"]
