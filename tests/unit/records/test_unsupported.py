@@ -41,7 +41,10 @@ def test_gradients_in_shards_of_buffers_are_read_by_one_that_says_so():
         reads_buffer_shards = True
 
     model = distributed()
-    refuse_unsupported(model, dict(model.named_parameters()), Gathered())
+    parameters = dict(model.named_parameters())
+    assert refuse_unsupported(model, parameters, Gathered()) is None
+    with pytest.raises(SpecError, match=r"attach\.megatron\.record"):
+        refuse_unsupported(model, parameters, GivenParameters())
 
 
 def test_errors_name_the_step_and_what_was_seen():
