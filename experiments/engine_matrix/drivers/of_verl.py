@@ -1,6 +1,6 @@
 """verl's engine worker, which updates the actor: ``of_verl.py FOLDER aggregation=MODE [form=nested|padded]``.
 
-It runs on the platform of `verl_on_cpu`. Advantages are the rewards of documents. Old log-probabilities are those of the
+It runs on the platform of `verl_on_cpu`. Advantages are the rewards of documents, old log-probabilities those of the
 driver's own initial weights: the ratio is 1 in a first step from these, and the loss depends on the weights.
 """
 
