@@ -75,3 +75,11 @@ def test_a_planted_factor_is_named_first(layout, planted, cause, runs):
 def test_another_layout_or_division_is_no_difference(other, runs):
     diagnosis = wb.diagnose(runs(ranks=1)[0], runs(**other)[0])
     assert diagnosis.equal, str(diagnosis)
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path):
+    lines = run("megatron", "refused", tmp_path / "mine", loop="megatron_schedule").splitlines()
+    assert [line.removeprefix("refused: ") for line in lines if line.startswith("refused")] == [
+        "GPTModel, which is not Megatron's DDP",
+        "calculate_per_token_loss without finalize_model_grads_func",
+    ]

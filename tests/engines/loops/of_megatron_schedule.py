@@ -1,6 +1,7 @@
-"""megatron-core's GPT, DDP, schedule and optimizer: ``of_megatron_schedule.py train FOLDER [CHANGE=VALUE ...]``.
+"""megatron-core's GPT, DDP, schedule and optimizer: ``of_megatron_schedule.py KIND FOLDER [CHANGE=VALUE ...]``.
 
-Prints a hash of the final weights. ``plain=1``: without a recorder; ``by_hand=1``: gradients by autograd alone, too.
+KIND ``train`` prints a hash of the final weights. ``plain=1``: without a recorder; ``by_hand=1``: gradients by autograd
+alone, too. KIND ``refused`` prints what the recorder finds in what it refuses.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ from torch import nn
 from experiments.engine_matrix.drivers.cuda_on_cpu import CudaOnCpu
 from experiments.engine_matrix.drivers.megatron_stack import gpt, run_schedule, start, wrapped
 from workbench.attach.megatron import record
+from workbench.errors import SpecError
 
 assert package_info.__version__ == "0.16.1"
-FOLDER = sys.argv[2]
+KIND, FOLDER = sys.argv[1:3]
 CHANGES = dict(pair.split("=") for pair in sys.argv[3:])
 TP, EACH = int(CHANGES.get("tp", 1)), int(CHANGES.get("each", 2))
 CLIP, SHARDED = float(CHANGES.get("clip", 0.2)), "sharded" in CHANGES
@@ -62,10 +64,23 @@ def by_hand():
     save_file(seen, f"{FOLDER}-by-hand.safetensors")
 
 
+def refused():
+    """What cannot be recorded: a model without Megatron's DDP, and losses per token that nothing divides."""
+    model = gpt(tp=1, per_token=True)
+    ddp, optimizer = wrapped(model, sharded=False, optimizer="adam", lr=1e-2, clip_grad=CLIP)
+    for given in (model, ddp):
+        model.config.finalize_model_grads_func = None
+        try:
+            record(FOLDER, given, optimizer)
+        except SpecError as error:
+            sys.stdout.write(f"refused: {error.parts['found']}\n")
+    return model
+
+
 Path(FOLDER).parent.mkdir(parents=True, exist_ok=True)
 with CudaOnCpu():
     start(TP)
-    model = trained()
+    model = trained() if KIND == "train" else refused()
     if "by_hand" in CHANGES:
         by_hand()
 weights = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
