@@ -67,11 +67,13 @@ def moved(model: Any, seed: int, amount: float = 0.02) -> Any:
     return other
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
+def prompts(
+    count: int, seed: int, *, vocabulary: int = VOCABULARY, tokens: tuple[int, int] = PROMPTS
+) -> list[list[int]]:
     """Draw prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(*PROMPTS, (count,), generator=generator).tolist()
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    lengths = torch.randint(*tokens, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 @dataclass
@@ -96,9 +98,10 @@ class Engine:
     @torch.no_grad()
     def draw(self, rows: Sequence[Sequence[int]], tokens: int, seed: int) -> list[tuple[list[int], list[float]]]:
         """Draw a completion of each prompt: ids, and the values that are recorded of them."""
-        generator, longest = torch.Generator().manual_seed(seed), max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        device, longest = self.model.device, max(map(len, rows))
+        generator = torch.Generator(device).manual_seed(seed)
+        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
         positions, cache, drawn, values = (mask.cumsum(1) - 1).clamp(min=0), None, [], []
         for _ in range(tokens):
             output = self.model(
@@ -118,13 +121,15 @@ class Engine:
     def _score(self, rows: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[list[float]]:
         whole = [[*row, *own] for row, own in zip(rows, completions, strict=True)]
         longest = max(map(len, whole))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in whole])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole])
+        device = self.model.device
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in whole], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=device)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
         nats = []
         for number, (row, own) in enumerate(zip(rows, completions, strict=True)):
             logits_CV = logits[number, len(row) - 1 : len(row) + len(own) - 1]
-            nats.append(self._values(logits_CV, self._kept(logits_CV), torch.tensor(own)[:, None]).tolist())
+            own_C1 = torch.tensor(own, device=device)[:, None]
+            nats.append(self._values(logits_CV, self._kept(logits_CV), own_C1).tolist())
         return nats
 
     def _kept(self, logits_NV: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def floors(record: Mapping[str, Any]) -> Markup:
 
 def planted(record: Mapping[str, Any]) -> Markup:
     """Cases of one and of two causes."""
-    return table(PLANTED_HEAD, [_row(row) for row in record["planted"]], numbers=range(3, 6))
+    return table(PLANTED_HEAD, [planted_row(row) for row in record["planted"]], numbers=range(3, 6))
 
 
 def clean(record: Mapping[str, Any]) -> Markup:
@@ -98,7 +98,10 @@ def clean(record: Mapping[str, Any]) -> Markup:
         f"batches, by cache or in one pass, all stated as they are: {own['accused']} accused."
     )
     return join(
-        [tag("p", text), table(PLANTED_HEAD, [_row(row) for row in wrong], numbers=range(3, 6)) if wrong else None]
+        [
+            tag("p", text),
+            table(PLANTED_HEAD, [planted_row(row) for row in wrong], numbers=range(3, 6)) if wrong else None,
+        ]
     )
 
 
@@ -121,7 +124,8 @@ def _attribution(one: Mapping[str, Any]) -> Attribution:
     return Attribution(**own, parts=parts, undecided=tuple(one["undecided"]), alarm=Alarm(one["safe"]))
 
 
-def _row(row: Mapping[str, Any]) -> Sequence[str]:
+def planted_row(row: Mapping[str, Any]) -> Sequence[str]:
+    """A case as a row under `PLANTED_HEAD`."""
     return [
         row["case"],
         ", ".join(row["planted"]) or "nothing",

@@ -69,6 +69,7 @@ class Truth(_Model):
 
     precision: Literal["float32", "float64"]
     row_tokens: int
+    checkpointing: bool = False
 
 
 class Workload(_Model):
@@ -270,12 +271,12 @@ class Rank:
     def __init__(self, folder: Path, device: torch.device, samples: int) -> None:
         self.folder, self.device, self.samples = folder, device, samples
         self.plan: Plan = parse_spec(Plan, read_yaml(folder / "plan.yaml"), where="plan.yaml")
-        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
         self._policy: tuple[Any, Policy, torch.optim.Optimizer] | None = None
 
     def mesh(self, layout: LayoutSpec) -> Mesh:
         """The mesh of a layout."""
-        sizes = tuple(layout.mesh_sizes.values())
+        sizes = tuple(layout.mesh_sizes.items())
         if sizes not in self._meshes:
             self._meshes[sizes] = make_mesh(**layout.mesh_sizes, device=self.device)
         return self._meshes[sizes]
@@ -336,7 +337,8 @@ class Rank:
         _save_model(self.plan, self.folder / "model")
         mesh = single_process_mesh(self.device)
         for name, workload in self.plan.workloads.items():
-            spec = self.spec(workload, LayoutSpec(kernel="plain"), truth=True)
+            how = LayoutSpec(kernel="plain", checkpointing=workload.truth.checkpointing)
+            spec = self.spec(workload, how, truth=True)
             policy, _ = self.policy(spec, mesh)
             perturb(policy.model, self.plan.old_policy)
             drawn = draw_rollouts(workload, self.plan)

@@ -34,7 +34,8 @@ LAYOUTS = {
     "dp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True},
 }
 SHARDED, AGAIN = {"shard_parameters": True}, {"shard_parameters": True, "checkpointing": True}
-HOW = {"replicated": {}, "sharded": SHARDED, "sharded, computed again": AGAIN}
+COPIES = {"shard_parameters": True, "shard_ranks": 2}
+HOW = {"replicated": {}, "sharded": SHARDED, "sharded, computed again": AGAIN, "copies": COPIES}
 CLIP = 0.05
 """Far below the norm of the gradients here: every step is clipped."""
 OPTIMIZERS = {
@@ -47,7 +48,7 @@ def train(given, documents):
     """Two steps under a spec: gradients, global norm and trained tokens of each, and the weights afterwards, whole."""
     spec = RunSpec.model_validate(given)
     layout = spec.layout
-    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
+    mesh = make_mesh(**layout.mesh_sizes)
     policy = load_policy(
         spec.model.source,
         mesh=mesh,
@@ -137,6 +138,8 @@ SAMPLE = {
     ],
     4: [
         ("dp2_cp2", "tied", "sharded"),
+        ("dp2_cp2", "tied", "copies"),
+        ("dp2_cp2", "fused", "copies"),
         ("dp2_tp2", "untied", "replicated"),
         ("dp2_tp2", "untied", "sharded"),
         ("dp2_tp2_sp", "fused", "sharded"),
@@ -160,7 +163,7 @@ def check(asked, cases, folder):
                 assert norm > 2 * CLIP, "every step must be clipped"
             assert_float64_parity(actual["weights"], weights, context=f"weights, {context}")
             if how != "replicated":
-                ranks = LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
+                ranks = 2 if how == "copies" else LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
                 assert actual["held"] < 1.05 / ranks * sum(w.numel() for w in weights.values()), "a rank holds its part"
     for number, (layout, case, _) in enumerate(asked):
         if case == "idle_rank" and "dp" in layout:

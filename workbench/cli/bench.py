@@ -58,6 +58,10 @@ BENCHMARKS = {
         "attribution.measure",
         "whether causes planted between trainer and sampler are named, and whether the floor is right",
     ),
+    "attribution_gpu": (
+        "attribution_gpu.measure",
+        "which causes a gap has whose sampler runs in bfloat16 and FP8 on a GPU, with the Qwen3-0.6B architecture",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",

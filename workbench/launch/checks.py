@@ -21,6 +21,7 @@ from workbench.launch.devices import cores, place
 from workbench.launch.rollout_checks import read_documents, rollout_checks
 from workbench.policy import sizes as policy_sizes
 from workbench.policy.decoder import check_tied
+from workbench.records.damage import CLUSTER_RANKS
 from workbench.records.states import CLUSTERS
 from workbench.rollouts.task import task_file
 from workbench.sharding import divisibility
@@ -32,8 +33,6 @@ from workbench.user_file import check_function, find_file
 
 RANK_BYTES = 400 << 20
 """Memory of a rank before its model: 424 MiB resident with torch and transformers loaded (torch 2.13, 2026-11-23)."""
-CLUSTER_RANKS = 16_384
-"""Ranks of a cluster's job: GPUs of the largest published training run (Llama 3 report, arXiv 2407.21783)."""
 CPU_KERNELS = ("auto", "plain")
 """Attention kernels that take tensors on a CPU; a test holds this to `workbench.sharding.attention.kernels`."""
 

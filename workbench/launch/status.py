@@ -19,6 +19,7 @@ from workbench.launch.ablation import differences, load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
 from workbench.records.agents import read_of_agents
+from workbench.records.damage import STATE_TYPES, check_types
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import WAITING, failure_summary, root_cause
 from workbench.records.lookup import RunEntry, experiment_at, experiments, runs_of
@@ -264,6 +265,7 @@ def _status(run: RunDirectory, baselines: _Baselines) -> RunStatus:
         failure, exits, problem = None, {}, f"how its ranks ended: {error}"
     baseline = baselines.of(run.path, str(state["name"]))
     world_size = int(state.get("world_size", run.spec.layout.world_size))
+    check_types(run.path / "config.json", {"world_size": world_size}, STATE_TYPES)
     evidence = Evidence.of_steps(steps)
     since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]

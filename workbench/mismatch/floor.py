@@ -23,6 +23,7 @@ from torch import Tensor
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.rounding import NEAREST, RandomRounding
+from workbench.policy.gemm_formats import emulating
 
 DRAWS = 8
 """Draws of the noise of each side: they give 8 x 8 pairs of sides."""
@@ -115,7 +116,7 @@ def noise_of(computation: Computation, configuration: Configuration, *, draws: i
     for draw in range(draws):
         generator = torch.Generator(computation.device).manual_seed(seed + draw)
         fresh = computation.part(range(len(computation.documents)))
-        with RandomRounding(generator):
+        with emulating(), RandomRounding(generator):  # FP8 products have operands that no rounding of outputs sees
             columns.append(fresh.column(configuration) - truth_T)
     return torch.stack(columns) / NEAREST
 

@@ -21,7 +21,9 @@ Letters: T tokens | I inputs of a layer | O its outputs | K the dimension that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import torch
@@ -123,7 +125,7 @@ def in_hardware(name: str, device: torch.device, dtype: torch.dtype, columns: in
     Source: ``torch.nn.functional.scaled_mm`` (from torch 2.10) on CUDA: scales of tensors from compute capability 8.9,
             of rows from 9.0, of blocks on 9.0 with CUDA 12.9; M is a multiple of 16. cuBLAS has TF32 from 8.0.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or _emulated.get():
         return False
     capability = torch.cuda.get_device_capability(device)
     if name == "tf32":
@@ -136,6 +138,19 @@ def in_hardware(name: str, device: torch.device, dtype: torch.dtype, columns: in
     }
     fits = dtype == torch.bfloat16 and columns % 16 == 0
     return fits and has.get(name, False) and hasattr(nn.functional, "scaled_mm")
+
+
+_emulated: ContextVar[bool] = ContextVar("emulated", default=False)
+
+
+@contextmanager
+def emulating() -> Iterator[None]:
+    """Emulate every format inside, whatever the device has: each operation is one of torch's own dtypes then."""
+    token = _emulated.set(True)
+    try:
+        yield
+    finally:
+        _emulated.reset(token)
 
 
 def emulated_formats(model: nn.Module, dtype: torch.dtype) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError, WorkbenchError, did_you_mean
+from workbench.records.damage import STATE_TYPES, check_types
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 from workbench.records.states import read_state
@@ -255,9 +256,10 @@ def _state_alone(path: Path) -> dict[str, Any]:
     """The state of a run whose settings cannot be read."""
     try:
         state = from_json((path / "state.json").read_bytes())
-    except (OSError, ValueError):
+        check_types(path / "state.json", state, {"created_ns": STATE_TYPES["created_ns"]})
+    except (OSError, ValueError, AttributeError, RecordError):
         return {}
-    return state if isinstance(state, dict) and isinstance(state.get("created_ns", 0), int) else {}
+    return dict(state)
 
 
 def _launched_folders(runs_dir: Path) -> set[str]:

@@ -81,11 +81,13 @@ def fingerprints(
     """
     names, by_name = list(values), [shards[name] for name in values]
     # Which tensors an axis reduces, and which of them have a piece of their own on each of its ranks.
-    reduced = {"tp": [True] * len(names), "dp_cp": [not one.over_ep for one in by_name]}
-    is_sharded = {"tp": [one.dim is not None for one in by_name], "dp_cp": [one.over_dp_cp for one in by_name]}
-    if any(experts := [one.over_ep for one in by_name]):
+    dense, experts = [not one.over_ep for one in by_name], [one.over_ep for one in by_name]
+    reduced = {"tp": [True] * len(names), "shard": dense, "replica": dense}
+    is_sharded = {"tp": [one.dim is not None for one in by_name], "shard": [one.over_dp_cp for one in by_name]}
+    is_sharded["replica"] = [False] * len(names)
+    if any(experts):
         reduced |= {"edp": experts, "ep": experts}
-        is_sharded |= {"edp": is_sharded["dp_cp"], "ep": experts}
+        is_sharded |= {"edp": is_sharded["shard"], "ep": experts}
     sizes = [
         values[name].shape[shards[name].dim or 0] if sharded else 0
         for name, sharded in zip(names, is_sharded["tp"], strict=True)
@@ -122,7 +124,7 @@ def _of_piece(value: Any, shard: ParameterShard, longest: int, mesh: Mesh) -> Te
         sizes[0] *= mesh["ep"].size
         places[0] = places[0] + mesh["ep"].rank * value.shape[0]
     if shard.over_dp_cp:
-        over = mesh["edp" if shard.over_ep else "dp_cp"]
+        over = mesh["edp" if shard.over_ep else "shard"]
         first = over.rank * -(-value.shape[0] // over.size)
         places[0] = places[0][first : first + local.shape[0]]
     return _of_places(local, places, sizes)

@@ -6,11 +6,15 @@ over dp x cp flattened, as the contract of `workbench.sharding.gradients` requir
 first: the shard of a tp rank is sharded again along its first dimension. Both collectives are in flight records, with
 the number of local elements.
 
-Source: PyTorch FSDP, arXiv 2304.11277; FSDP2's interface as in torch 2.11 to 2.13.
+Several copies, each sharded over neighbours, are hybrid sharding (HSDP): gathers stay among neighbours, and gradients
+are summed over the copies after they are scattered, by FSDP2's hook for it, so that flight records have that sum too.
+
+Source: PyTorch FSDP, arXiv 2304.11277 (hybrid sharding: section 3.2.2); FSDP2's interface as in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +34,7 @@ NEEDED = (
     "set_force_sum_reduction_for_comms",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
+    "set_all_reduce_hook",
 )
 """Methods that FSDP2 must have: without the first two it averages."""
 
@@ -51,7 +56,10 @@ def shard_parameters(
     *,
     keep_gathered: bool = False,
 ) -> dict[str, ParameterShard]:
-    """Shard every parameter over dp x cp, in place; a no-op if that is one rank.
+    """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
+
+    The mesh has the ranks of a copy, `shard`, and those with the same part of each copy, `replica` (hybrid sharding,
+    HSDP): gradients are reduce-scattered over the first and then summed over the second, in every backward.
 
     With ``keep_gathered``, parameters stay whole from their first forward to `reshard_parameters`, as forward passes of
     several micro-batches before the first backward need it (a head reads its weight outside of the root's forward).
@@ -64,7 +72,8 @@ def shard_parameters(
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
     inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
 
-    Layout:   parameters: sharded(first dimension) over dp_cp, in pieces of ceil size; the last may be short or empty.
+    Layout:   parameters: sharded(first dimension) over shard, in pieces of ceil size; the last may be short or empty;
+              replicated over replica.
     Raises:   ShardingError: simulated ranks, or a torch whose FSDP2 cannot sum.
     """
     axis = mesh["dp_cp"]
@@ -92,7 +101,7 @@ def shard_parameters(
     experts = expert_modules(root) if several else {}
     edp = mesh["edp"] if mesh["edp"].group is not None or not several else alone_on(mesh["edp"])
     over_edp = [(module, edp) for module in experts.values()]
-    for module, axis in (*over_edp, *((unit, mesh["dp_cp"]) for unit in units), (root, mesh["dp_cp"])):
+    for module, axis in (*over_edp, *((unit, mesh["shard"]) for unit in units), (root, mesh["shard"])):
         device_mesh = device_mesh_of(axis, mesh.device.type)
         sharded: Any = fully_shard(
             module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False if keep_gathered else None
@@ -103,12 +112,22 @@ def shard_parameters(
             sharded.set_reshard_after_backward(False, recurse=False)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
         sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
+        if mesh["replica"].group is not None:
+            sharded.set_all_reduce_hook(functools.partial(_sum_copies, axis=mesh["replica"]))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if not keep_gathered:
         root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
+
+
+def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:
+    """Sum this rank's part of the gradients over all copies, in place; FSDP2 calls it after its reduce-scatter."""
+    assert axis.group is not None, "there are several copies"
+    group = wire.group_name(axis.group)
+    with flight.entering("sum_copies", axis.name, axis.ranks, group, gradients.shape, gradients.dtype):
+        wire.all_reduce(gradients, axis.group)
 
 
 def reshard_parameters(root: nn.Module) -> None:

@@ -83,8 +83,8 @@ def sum_gradients(
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
     """L2 norm of every parameter's global gradient, each element counted once; of all pipeline stages.
 
-    One collective over tp, and one over dp x cp if parameters are sharded over it (then all are), or over ep if experts
-    are.
+    One collective over tp, and one over the ranks of a copy if parameters are sharded (then all are), or over ep if
+    experts are.
 
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
@@ -95,7 +95,7 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
         squares = squares.masked_fill(replicated.to(squares.device), 0.0)
     total = all_sum(squares, mesh["tp"])
     if any(shard.over_dp_cp for shard in shards.values()):
-        total = all_sum(total, mesh["dp_cp"])
+        total = all_sum(total, mesh["shard"])
     elif any(shard.over_ep for shard in shards.values()):
         if mesh["ep"].rank:  # what every ep rank has counts once
             total = total.masked_fill(torch.tensor([not shards[name].over_ep for name in names]).to(total.device), 0.0)
@@ -131,7 +131,7 @@ def _full(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], me
     over_edp = [name for name in parts if shards[name].over_dp_cp and shards[name].over_ep]
     over_dp_cp = [name for name in parts if shards[name].over_dp_cp and not shards[name].over_ep]
     over_ep = [name for name in parts if shards[name].over_ep]
-    for names, axis in ((over_edp, mesh["edp"]), (over_dp_cp, mesh["dp_cp"]), (over_ep, mesh["ep"])):
+    for names, axis in ((over_edp, mesh["edp"]), (over_dp_cp, mesh["shard"]), (over_ep, mesh["ep"])):
         for name, pieces in zip(names, gather_many([parts[name] for name in names], axis), strict=True):
             parts[name] = torch.cat(pieces)
     whole = whole_over_tp(list(parts.values()), [shards[name] for name in parts], mesh["tp"])
@@ -182,7 +182,7 @@ def copy_local_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: M
     if shard.over_ep:
         part = part.chunk(mesh["ep"].size)[mesh["ep"].rank]
     if shard.over_dp_cp:
-        axis = mesh["edp" if shard.over_ep else "dp_cp"]
+        axis = mesh["edp" if shard.over_ep else "shard"]
         pieces = part.chunk(axis.size)
         part = pieces[axis.rank] if axis.rank < len(pieces) else part[:0]
     local.copy_(part)

@@ -23,7 +23,7 @@ from workbench.sharding import flight
 from workbench.sharding.wire import Group
 
 AXES = ("pp", "dp", "cp", "tp")
-SPLITS = ("cp_inner", "cp_outer", "ep", "edp")
+SPLITS = ("cp_inner", "cp_outer", "ep", "edp", "shard", "replica")
 """Axes that are parts of cp, and of dp x cp."""
 
 
@@ -53,7 +53,8 @@ class Mesh:
     Attributes:
         axes: pp, dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
             attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate;
-            and dp_cp split in two for experts: ep, neighbours, and edp, ranks with the same experts.
+            and dp_cp split in two for experts: ep, neighbours, and edp, ranks with the same experts; and for sharded
+            parameters: shard, neighbours that share one copy, and replica, ranks with the same part of it.
         device: of this rank.
     """
 
@@ -91,6 +92,7 @@ def make_mesh(
     tp: int = 1,
     ulysses: int = 1,
     ep: int = 1,
+    shard: int = 0,
     pp: int = 1,
     device: torch.device | str = "cpu",
     alone: bool = False,
@@ -99,7 +101,8 @@ def make_mesh(
 
     Collective unless ``alone``, which treats this process as the whole job: every rank calls it with the same sizes.
     Call `join` first if there is more than one rank. ``pp`` is the number of pipeline ranks, ``ulysses`` the size of
-    cp_inner, neighbours on cp; ``ep`` is that of the ranks that share experts, neighbours among those of dp x cp.
+    cp_inner, neighbours on cp; ``ep`` is that of the ranks that share experts, neighbours among those of dp x cp, and
+    ``shard`` that of the ranks that share one copy of sharded parameters, likewise; 0: all of dp x cp.
 
     Raises:
         ShardingError: sizes whose product is not the world size.
@@ -117,6 +120,7 @@ def make_mesh(
         )
     check_ulysses(f"mesh with cp={cp} and ulysses={ulysses}", cp, ulysses)
     check_ep(f"mesh with dp={dp} x cp={cp} and ep={ep}", dp * cp, ep)
+    check_shard(f"mesh with dp={dp} x cp={cp} and shard={shard}", dp * cp, shard)
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
@@ -136,18 +140,17 @@ def make_mesh(
             axes["dp_cp"] = _axis("dp_cp", dp * cp, coordinate["dp"] * cp + coordinate["cp"], group)
         axes |= _split(axes["cp"], ("cp_inner", "cp_outer"), (pp * dp, tp), ulysses)
         axes |= _split(axes["dp_cp"], ("ep", "edp"), (pp, tp), ep)
+        axes |= _split(axes["dp_cp"], ("shard", "replica"), (pp, tp), shard or dp * cp)
     return Mesh(axes, device)
 
 
 def undivided(axes: Mapping[str, Axis]) -> dict[str, Axis]:
     """The parts of cp and of dp x cp (`SPLITS`) where neither is divided, and a pipeline of one stage.
 
-    The inner part has one rank, the outer all.
+    One part has one rank, the other all.
     """
-    return {
-        name: Axis(name) if outer is None else replace(axes[outer], name=name)
-        for name, outer in (("pp", None), ("cp_inner", None), ("cp_outer", "cp"), ("ep", None), ("edp", "dp_cp"))
-    }
+    whole = {"cp_outer": "cp", "edp": "dp_cp", "shard": "dp_cp"}
+    return {name: replace(axes[whole[name]], name=name) if name in whole else Axis(name) for name in ("pp", *SPLITS)}
 
 
 def check_ep(requested: str, dp_cp: int, ep: int) -> None:
@@ -157,6 +160,16 @@ def check_ep(requested: str, dp_cp: int, ep: int) -> None:
             requested,
             rule="ep divides dp * cp: experts are shared by ranks that have different tokens",
             fix="choose a divisor of dp * cp",
+        )
+
+
+def check_shard(requested: str, dp_cp: int, shard: int) -> None:
+    """Raise if the ranks of dp x cp cannot be split into copies of so many neighbours (0: one copy)."""
+    if shard < 0 or (shard and dp_cp % shard):
+        raise ShardingError(
+            requested,
+            rule="shard divides dp * cp: each copy of the parameters is sharded over as many ranks",
+            fix="choose a divisor of dp * cp, or leave it out for one copy",
         )
 
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import LaunchError, ShardingError
-from workbench.sharding.mesh import Axis, Mesh, check_ep, check_ulysses
+from workbench.sharding.mesh import Axis, Mesh, check_ep, check_shard, check_ulysses
 
 Result = TypeVar("Result")
 
@@ -54,6 +54,7 @@ def simulate(
     tp: int = 1,
     ulysses: int = 1,
     ep: int = 1,
+    shard: int = 0,
     pp: int = 1,
     device: torch.device | str = "cpu",
     timeout_s: float = 60.0,
@@ -68,7 +69,7 @@ def simulate(
         Return values in rank order: tp varies fastest, then cp, then dp, then pp.
 
     Raises:
-        ShardingError: a size below 1, ulysses does not divide cp, or ep not dp * cp; called on a simulated rank.
+        ShardingError: a size below 1; ulysses does not divide cp, or ep or shard dp * cp; called on a simulated rank.
         LaunchError: ranks entered different collectives; a deadlock; a rank took too long.
         Exception: the first exception of a rank, with its rank and coordinates as a note. All other ranks are ended.
 
@@ -83,13 +84,15 @@ def simulate(
         raise ShardingError(f"simulate {layout}", rule="every size is at least 1", fix="leave out axes of one rank")
     check_ulysses(f"simulate {layout} with ulysses={ulysses}", cp, ulysses)
     check_ep(f"simulate {layout} with ep={ep}", dp * cp, ep)
+    check_shard(f"simulate {layout} with shard={shard}", dp * cp, shard)
     if _inside.get():
         raise ShardingError(
             f"simulate {layout} on a simulated rank",
             rule="simulations cannot be nested",
             fix="run simulations one after another, outside",
         )
-    world = _World(sizes, ulysses, ep, torch.device(device))
+    inner = {"cp_inner": ulysses, "ep": ep, "shard": shard or dp * cp}
+    world = _World(sizes, inner, torch.device(device))
     with torch.random.fork_rng(devices=[]):
         world.run(function, timeout_s)
     return world.results
@@ -150,8 +153,8 @@ class _Ended(BaseException):
 class _World:
     """Scheduler of the ranks. Only the thread that has the turn accesses its state."""
 
-    def __init__(self, sizes: dict[str, int], ulysses: int, ep: int, device: torch.device) -> None:
-        self.sizes, self.ulysses, self.ep, self.device = sizes, ulysses, ep, device
+    def __init__(self, sizes: dict[str, int], inner: dict[str, int], device: torch.device) -> None:
+        self.sizes, self.inner, self.device = sizes, inner, device
         places = itertools.product(*(range(size) for size in sizes.values()))  # the last, tp, varies fastest
         self.ranks = [_Rank(number, dict(zip(sizes, place, strict=True))) for number, place in enumerate(places)]
         self.results: list[Any] = [None] * len(self.ranks)
@@ -300,21 +303,23 @@ class _World:
         )
 
     def _mesh(self, rank: _Rank) -> Mesh:
-        """Each axis holds the ranks with the same coordinates on all other axes; dp x cp is split in two ways."""
+        """Each axis holds the ranks with the same coordinates on all other axes; dp x cp is split in three ways."""
 
         def outside(rank: _Rank, names: set[str]) -> dict[str, int]:
             dp, cp, tp = (rank.coordinates[name] for name in ("dp", "cp", "tp"))
             stage = {"pp": rank.coordinates.get("pp", 0)}
-            split = stage | {"dp": dp, "cp_inner": cp % self.ulysses, "cp_outer": cp // self.ulysses, "tp": tp}
-            if names & {"ep", "edp"}:
-                place = dp * self.sizes["cp"] + cp
-                split = stage | {"ep": place % self.ep, "edp": place // self.ep, "tp": tp}
+            near = self.inner["cp_inner"]
+            split = stage | {"dp": dp, "cp_inner": cp % near, "cp_outer": cp // near, "tp": tp}
+            for parts in (("ep", "edp"), ("shard", "replica")):
+                if names & set(parts):
+                    place, near = dp * self.sizes["cp"] + cp, self.inner[parts[0]]
+                    split = stage | {parts[0]: place % near, parts[1]: place // near, "tp": tp}
             return {name: at for name, at in split.items() if name not in names}
 
         cp, single = {"cp_inner", "cp_outer"}, ("pp", "dp", "tp", "cp_inner", "cp_outer")
         axes = {}
         several = {"cp": cp, "dp_cp": cp | {"dp"}}
-        for name, names in ({name: {name} for name in (*single, "ep", "edp")} | several).items():
+        for name, names in ({name: {name} for name in (*single, "ep", "edp", "shard", "replica")} | several).items():
             ranks = tuple(other.number for other in self.ranks if outside(other, names) == outside(rank, names))
             own = ranks.index(rank.number)
             group = _Group(self, name, own, ranks)

@@ -68,6 +68,9 @@ class LayoutSpec(Group):
     """Between tensor-parallel layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
     shard_parameters: bool = False
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2) instead of replicating them."""
+    shard_ranks: int = Field(0, ge=0)
+    """With shard_parameters: ranks over which one copy of the parameters is sharded, neighbours among dp x cp, whose
+    number it divides; there are dp * cp / shard_ranks copies, whose gradients are summed (HSDP). 0: one copy."""
     checkpointing: bool = False
     """Activation checkpointing of decoder layers: recompute their activations in backward."""
 
@@ -112,6 +115,22 @@ class LayoutSpec(Group):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_copies(self) -> LayoutSpec:
+        if self.shard_ranks and not self.shard_parameters:
+            raise ValueError(
+                f"shard_ranks = {self.shard_ranks} without shard_parameters: it is the number of ranks over which one "
+                "copy of the parameters is sharded"
+            )
+        if self.shard_ranks and self.dp * self.cp % self.shard_ranks:
+            raise ValueError(f"shard_ranks = {self.shard_ranks} does not divide dp * cp = {self.dp * self.cp}")
+        if self.shard_ranks and self.ep > 1:
+            raise ValueError(
+                f"shard_ranks = {self.shard_ranks} with ep = {self.ep}: experts are sharded over all ranks that have "
+                "the same ones, and copies of the others over fewer ranks are not supported; leave one of them out"
+            )
+        return self
+
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
@@ -120,7 +139,8 @@ class LayoutSpec(Group):
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Sizes of the axes, as arguments of `workbench.sharding.mesh.make_mesh`."""
-        return {axis: getattr(self, axis) for axis in ("dp", "cp", "tp", "ulysses", "ep", "pp")}
+        sizes = {axis: getattr(self, axis) for axis in ("dp", "cp", "tp", "ulysses", "ep", "pp")}
+        return sizes | ({"shard": self.shard_ranks} if self.shard_ranks else {})
 
     @model_validator(mode="after")
     def _check_ulysses(self) -> LayoutSpec:
@@ -150,7 +170,8 @@ class LayoutSpec(Group):
             f"stages={self.stages_per_rank}": self.stages_per_rank > 1,
             f"layers={'+'.join(map(str, self.stage_layers))}": bool(self.stage_layers),
             "sp": self.sequence_parallel,
-            "fsdp": self.shard_parameters,
+            "fsdp": self.shard_parameters and not self.shard_ranks,
+            f"hsdp={self.shard_ranks}": bool(self.shard_ranks),
             "checkpointing": self.checkpointing,
         }
         parts += [label for label, shown in labels.items() if shown]

@@ -246,6 +246,11 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             f"precision {spec.precision} with the reproducible mode, which has one dtype for everything; take float32 "
             "or bfloat16, without mixed_precision"
         )
+    if spec.reproducible.on and spec.layout.shard_ranks:
+        yield (
+            f"layout.shard_ranks = {spec.layout.shard_ranks} with the reproducible mode, which adds the gradients of "
+            "all ranks in one order; leave shard_ranks out"
+        )
     if spec.reproducible.on and spec.kernels.changed:
         yield (
             f"kernels.{spec.kernels.changed[0]} = {kernels[spec.kernels.changed[0]]!r} with the reproducible mode, "

@@ -14,6 +14,7 @@ from workbench.launch import checks
 from workbench.launch.ablation import load_ablation
 from workbench.launch.checks import check_runs
 from workbench.launch.run import launch, requests
+from workbench.records.damage import CLUSTER_RANKS
 from workbench.records.provenance import project_root
 from workbench.sharding.attention.kernels import KERNELS
 
@@ -103,7 +104,7 @@ class TestOneMessage:
         assert caught.value.__notes__ == ["in b"]
 
 
-@pytest.mark.parametrize(("where", "limit"), [("slurm", checks.CLUSTER_RANKS), ("processes", 64)])
+@pytest.mark.parametrize(("where", "limit"), [("slurm", CLUSTER_RANKS), ("processes", 64)])
 def test_ranks_are_limited_by_the_machine(monkeypatch, where, limit):
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=64 * checks.RANK_BYTES))
     monkeypatch.setattr(checks, "psutil", memory)

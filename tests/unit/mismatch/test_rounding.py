@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from workbench.mismatch.rounding import NEAREST, RUN, RandomRounding, stochastic, unit
+from workbench.mismatch import rounding
+from workbench.mismatch.rounding import NEAREST, RandomRounding, by_name, stochastic, unit
+
+RUN = rounding.RUN["cpu"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -86,3 +89,19 @@ def test_attention_and_softmax_are_those_of_torch_up_to_rounding():
             drawn += [torch.nn.functional.silu(scores), torch.log_softmax(scores, -1)]
     for one, other in zip(plain, drawn, strict=True):
         assert 0 < (one - other).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("kernel", "between"),
+    [
+        ("flash_attention", (0.0,)),
+        ("flash_attention_for_cpu", (0.0,)),
+        ("efficient_attention", (None, False, 0.0)),
+        ("cudnn_attention", (None, False, 0.0)),
+    ],
+)
+def test_a_kernels_arguments_are_read_by_their_names(kernel, between):
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+    assert by_name(operation, ("q", "k", "v", *between, True), {})["is_causal"] is True
+    assert by_name(operation, ("q", "k", "v", *between), {"scale": 0.5})["is_causal"] is False
+    assert by_name(operation, ("q", "k", "v", *between), {"scale": 0.5})["scale"] == 0.5

@@ -7,7 +7,7 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.policy.decoder import load_decoder
-from workbench.policy.gemm_formats import round_to_tf32, rounded, use_gemm_formats
+from workbench.policy.gemm_formats import emulating, in_hardware, round_to_tf32, rounded, use_gemm_formats
 from workbench.policy.model import load_policy
 
 
@@ -123,3 +123,12 @@ def test_names_and_parameters_stay():
 def test_experts_are_refused_by_name():
     with pytest.raises(SpecError, match=r"experts at model\.layers\.0\.mlp\.experts"):
         load_policy("tiny-qwen3-moe", precision="fp8_rowwise")
+
+
+def test_hardware_is_not_asked_where_formats_are_emulated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked = ("tf32", torch.device("cuda"), torch.float32, 64)
+    assert in_hardware(*asked)
+    with emulating():
+        assert not in_hardware(*asked)
+    assert in_hardware(*asked)

@@ -36,6 +36,9 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("layout", "words"),
         [
+            ({"dp": 4, "shard_ranks": 2}, "shard_ranks = 2 without shard_parameters"),
+            ({"dp": 4, "shard_parameters": True, "shard_ranks": 3}, "shard_ranks = 3 does not divide dp"),
+            ({"dp": 4, "shard_parameters": True, "shard_ranks": 2, "ep": 2}, "shard_ranks = 2 with ep = 2"),
             ({"cp": 4, "ulysses": 2}, "ulysses = 2 with attention 'gathered'"),
             ({"cp": 4, "attention": "ulysses", "ulysses": 2}, "attention ulysses takes all of cp"),
             ({"cp": 4, "attention": "hybrid", "ulysses": 3}, "ulysses = 3 does not divide cp = 4"),
