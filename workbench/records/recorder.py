@@ -160,7 +160,7 @@ class Recorder:
 
     def multiply_losses(self, factor: float) -> None:
         """Multiply the losses that were seen in this step, as an engine multiplied their gradients after backward."""
-        self._seen_losses = [value * factor for value in self._seen_losses]
+        self._seen_losses[:] = [value * factor for value in self._seen_losses]
 
     def take_gradients(self, *, max_norm: float | None = None) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
