@@ -437,3 +437,9 @@ def test_settings_of_a_config_that_may_change_numbers():
     assert config_of(outer) == {"hidden": 8, "rope.rope_theta": 5e5}
     inner.config = {"scale": 0.5, "layers": [1, 2]}
     assert config_of(inner) == {"scale": 0.5}
+
+
+def test_functions_in_a_config_are_the_same_in_every_process():
+    model = torch.nn.Linear(2, 2)
+    model.config = {"gate": str(config_of), "head": {"param_init": {"weight": str(config_of)}}}
+    assert config_of(model) == {"gate": "<function config_of>"}
