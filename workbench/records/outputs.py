@@ -48,6 +48,10 @@ ONE_SIDED = 0.98
 and an entropy bonus or a penalty of the size of a hundredth of the weight turns none."""
 LARGEST = 3
 """Elements of a gradient among which a target next to an entropy is looked for: of a likelihood it is the first."""
+UNBALANCED = 0.02
+"""Sum of a prediction's gradient over the sum of its absolute values, above which the output is of no logits. A loss
+that normalizes them has 0, with bfloat16's rounding 2^-9 at most; hidden states have about 1 / sqrt(their number), and
+losses of tokens 1."""
 _INTEGERS, _FLOATS = 5, 5
 
 
@@ -78,7 +82,8 @@ class Outputs:
         reached: list[bool] = []
 
         def back(gradient: Tensor) -> None:
-            if reached or is_shard(gradient):  # a second backward through one call: neither is the whole
+            second = bool(reached)  # a second backward through one call: neither is the whole
+            if second or is_shard(gradient) or not _of_logits(gradient.reshape(-1, wide)[::every]):
                 self._calls[at] = None
                 return
             reached.append(True)
@@ -151,6 +156,15 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple | list):
         for value in output:
             yield from _tensors(value) if isinstance(value, Tensor) else ()
+
+
+@torch.no_grad()
+def _of_logits(gradient: Tensor) -> bool:
+    """True if the gradients of most predictions, [predictions, V], sum to 0, as those of normalized logits do."""
+    size = gradient.abs().sum(1, dtype=torch.float32)
+    there = size > 0
+    ratio = gradient.sum(1, dtype=torch.float32)[there].abs() / size[there]
+    return not len(ratio) or bool(ratio.median() <= UNBALANCED)
 
 
 @torch.no_grad()
