@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,12 +150,17 @@ def measure(
         save: called with the record after each engine.
     """
     chosen, entries = list(titles or ENTRIES), dict(kept or {})
+    failed: list[BaseException] = []
     with ThreadPoolExecutor(workers) as pool:
-        for title, entry in zip(
-            chosen, pool.map(lambda each: measure_entry(each, report_progress), chosen), strict=True
-        ):
-            entries[title] = entry
+        running = {pool.submit(measure_entry, title, report_progress): title for title in chosen}
+        for done in as_completed(running):
+            if error := done.exception():
+                failed.append(error)
+                continue
+            entries[running[done]] = done.result()
             save(record_of(entries))
+    if failed:  # after the others are saved
+        raise failed[0]
     return record_of(entries)
 
 

@@ -35,6 +35,21 @@ def test_a_record_is_saved_after_each_engine_with_its_commit(monkeypatch):
     assert measure(["DDP"])["engines"]["DDP"]["commit"] == "abc"
 
 
+def test_an_engine_that_cannot_be_measured_loses_no_other(monkeypatch):
+    monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine())
+
+    def versions(entry):
+        if entry.environment == "lightning":
+            raise OSError("no environment")
+        return "toy 1"
+
+    monkeypatch.setattr(measuring, "versions", versions)
+    saved = []
+    with pytest.raises(OSError, match="no environment"):
+        measure(["Lightning", "DDP"], save=lambda record: saved.append(list(record["engines"])))
+    assert saved == [["DDP"]]
+
+
 def test_rows_that_are_named_are_measured_and_others_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine("norm doubled"))
     monkeypatch.setattr(measuring, "versions", lambda entry: "toy 1")
