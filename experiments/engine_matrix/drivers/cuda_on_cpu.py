@@ -35,10 +35,16 @@ class CudaOnCpu(TorchFunctionMode):
         return func(*args, **named)
 
     def __enter__(self) -> CudaOnCpu:
-        """Begin; ``torch.cuda.current_device()``, a plain function, gives the CPU from now on, too."""
+        """Begin; ``torch.cuda.current_device()``, a plain function that a mode does not see, gives the CPU, too."""
+        self._current_device = torch.cuda.current_device
         torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
         super().__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)
+        torch.cuda.current_device = self._current_device
 
 
 def _device(value: Any) -> Any:

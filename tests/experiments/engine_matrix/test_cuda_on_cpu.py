@@ -5,8 +5,8 @@ import torch
 from experiments.engine_matrix.drivers.cuda_on_cpu import CudaOnCpu
 
 
-def test_tensors_asked_for_on_cuda_are_of_the_cpu_and_say_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)  # put back what the context replaces
+def test_tensors_asked_for_on_cuda_are_of_the_cpu_and_say_cuda():
+    current_device = torch.cuda.current_device
     with CudaOnCpu():
         zeros = torch.zeros(2, device="cuda", dtype=torch.int)
         assert zeros.device.type == torch.ones(2, device=torch.cuda.current_device()).device.type == "cpu"
@@ -17,3 +17,4 @@ def test_tensors_asked_for_on_cuda_are_of_the_cpu_and_say_cuda(monkeypatch):
         assert weight.type(torch.float64).dtype == torch.float64
         assert torch.empty(2, device="meta").is_meta
     assert weight.type() == "torch.FloatTensor"
+    assert torch.cuda.current_device is current_device
