@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.attribution import page as attribution_page
+from experiments.attribution_gpu import page as attribution_gpu_page
 from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
@@ -84,6 +85,7 @@ def page() -> str:
         diagnosis(),
         sensitivity(),
         attribution(),
+        attribution_gpu(),
         drift(),
         engine_matrix(),
         first_minutes(),
@@ -715,6 +717,31 @@ def attribution() -> str:
         _table(attribution_page.FLOOR_HEAD, attribution_page.floor_rows(record), right=range(3, 6)),
         _source("attribution/attribution.json", "attribution/report.html", "python -m workbench bench attribution"),
     )
+
+
+def attribution_gpu() -> str:
+    """Causes of the gap of a sampler on a GPU, in bfloat16 and FP8, and the floor there."""
+    record = _record("attribution_gpu/attribution_gpu.json")
+    rows = [
+        [row["case"], ", ".join(row["descriptions"]) or "nothing", *(significant(row[key], 3) for key in KEYS_OF_GAPS)]
+        for row in record["cases"]
+    ]
+    return _section(
+        "Trainer and sampler on a GPU",
+        attribution_gpu_page.answer(record),
+        _table(("case", "named", "gap, nats", "rest, nats", "floor, nats"), rows, right=range(2, 5)),
+        "The floor by two methods, as above; float32 GEMMs with few rows are split over the inner dimension there, so "
+        "that their error is smaller than the drawn one.",
+        _table(attribution_gpu_page.FLOOR_HEAD, attribution_gpu_page.floor_rows(record), right=range(1, 5)),
+        _source(
+            "attribution_gpu/attribution_gpu.json",
+            "attribution_gpu/report.html",
+            "python -m workbench bench attribution_gpu",
+        ),
+    )
+
+
+KEYS_OF_GAPS = ("gap", "rest", "floor")
 
 
 def drift() -> str:

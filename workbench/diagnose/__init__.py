@@ -7,10 +7,14 @@ The modules, in the order in which a diagnosis is built:
     metric_names.py     keys of a foreign trainer's metrics, and ours
     evidence.py         differences, step by step; those of gradients in gradient_evidence.py
     denominators.py     every way to divide a loss, and names for factors
+    stated.py           settings of a loss that a context states
+    ratios.py           importance ratios, and the kind of noted ones
     surrogates.py       losses that explain a record's own values
+    loss_changes.py     parts of a loss that explain how its noted values moved
     places.py           places where a mistake of shifting, packing or splitting shows
     token_facts.py      predicates on tokens that differ
     loss_facts.py       predicates on the losses that each record explains
+    output_rows.py      rows of what models gave, and what two of them have in common
     output_facts.py     what models gave and what flowed back, as recorders saw it
     facts.py            predicates on the loss and the gradient
     causes/             possible causes, as data, by where they show

@@ -23,6 +23,8 @@ ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "a
 """Metrics of advantages that depend on nothing else."""
 LEFT_BY_SCALING = 1e-5
 """Residue of a gradient that was multiplied by a power of two, in any precision, from sums in float32."""
+OWN_FACTOR = 0.02
+"""Relative distance of two changes, beyond which one is not the other: sums over tokens in bfloat16 are right to it."""
 LARGEST_COUNT = 1e5
 """Beyond this, rounding makes any number a ratio of counts."""
 
@@ -44,6 +46,18 @@ class Facts(LossFacts):
         """Outputs of the models in the step, and their gradients; None if not both recorders saw it."""
         noise = self.step.noise
         return OutputFacts.of(self.pair, noise.gradient, noise.logprob_nats / OF_NOISE)
+
+    @cached_property
+    def turned_before(self) -> bool:
+        """True if in an earlier step, whose norms agree, every prediction pulled the other way."""
+        others = {step.number: step for step in self.suspect.steps}
+        noise = self.step.noise
+        for step in self.evidence.trusted.steps:
+            if step.number < self.step.number and step.number in others:
+                seen = OutputFacts.of((step, others[step.number]), noise.gradient, noise.logprob_nats / OF_NOISE)
+                if seen is not None and seen.forward_same and (seen.common or 1.0) < 0:
+                    return True
+        return False
 
     @property
     def forward_same(self) -> bool | None:
@@ -81,6 +95,41 @@ class Facts(LossFacts):
         return [key for key in self.step.metrics if key.startswith(beginnings)]
 
     # ---- the gradient as a whole -------------------------------------------------------------------------
+
+    @cached_property
+    def smaller_step(self) -> bool | None:
+        """True if what is left of a step is divided by its own count, False if by the whole step's; None if unknown.
+
+        Data that a loop was not given are in no count of it; a gradient that was lost has been counted.
+        """
+        times, left = (self._weights_of_what_is_left(), self._share_that_is_left)
+        if times is None or left is None or left > 1 - OWN_FACTOR:
+            return None
+        return next((own for own, expected in ((False, 1.0), (True, 1 / left)) if _near(times, expected)), None)
+
+    def _weights_of_what_is_left(self) -> float | None:
+        outputs = self.outputs
+        if outputs is not None and outputs.same_rows:
+            times = [two.size / one.size for one, two in outputs.same_rows if one.size]
+            return times[0] if times and max(times) - min(times) <= OWN_FACTOR * abs(times[0]) else None
+        sums = [
+            float(tokens["losses"].double()[tokens["trained"].bool()].sum())
+            if {"losses", "trained"} <= set(tokens)
+            else 0
+            for tokens in (whole(step.tokens) for step in self.pair)
+        ]
+        if self.step.losses is None or not all(sums) or not all(self.step.losses):
+            return None
+        return (self.step.losses[1] / sums[1]) / (self.step.losses[0] / sums[0])
+
+    @property
+    def _share_that_is_left(self) -> float | None:
+        if self.outputs is not None and self.outputs.same_rows:
+            return self.outputs.trained[1] / self.outputs.trained[0]
+        numbers = [
+            int(tokens["trained"].sum()) for tokens in (whole(s.tokens) for s in self.pair) if "trained" in tokens
+        ]
+        return numbers[1] / numbers[0] if len(numbers) == 2 and numbers[0] else None
 
     @cached_property
     def sizes(self) -> dict[str, tuple[float, frozenset[str]]]:
@@ -188,6 +237,27 @@ class Facts(LossFacts):
         moved = {key: abs(b.metrics[key] / a.metrics[key] - 1) for key in known if a.metrics[key]}
         least = min((moved[key] for key in off if key in moved), default=math.inf)
         return off, [key for key in moved if key not in off and moved[key] <= least / 10]
+
+    @property
+    def terms_apart(self) -> bool:
+        """True if terms of the loss differ by factors of their own."""
+        a, b = self.pair
+        times = [b.metrics[key] / a.metrics[key] for key in self.terms[0] if a.metrics[key]]
+        return len(times) > 1 and max(times) - min(times) > OWN_FACTOR * max(map(abs, times))
+
+    @property
+    def moved_by_a_term(self) -> str:
+        """Clause for one term by whose change the loss has changed, from the same inputs; "" if there is none."""
+        if not self.inputs_same or self.loss_same is not False or self.gradient_same is not False:
+            return ""
+        (a, b), losses = self.pair, self.step.losses or (0.0, 0.0)
+        moved = losses[1] - losses[0]
+        for key in self.terms[0]:
+            of_term = b.metrics[key] - a.metrics[key]
+            others = any(abs(self.pair[0].metrics[key]) < (1 - OWN_FACTOR) * abs(loss) for loss in losses)
+            if others and not key.startswith("loss/total") and abs(moved - of_term) <= OWN_FACTOR * abs(moved):
+                return f"the loss moves by {moved:.4g}, which is what {key} does"
+        return ""
 
     @property
     def term_hidden(self) -> bool:
@@ -334,6 +404,10 @@ def _vectors(*gradients: Mapping[str, Tensor]) -> list[Tensor]:
     shared = [name for name, shape in shapes[0].items() if all(other.get(name) == shape for other in shapes)]
     nothing = torch.zeros(0).double()
     return [torch.cat([nothing, *(each[name].double().flatten() for name in shared)]) for each in gradients]
+
+
+def _near(value: float, expected: float) -> bool:
+    return abs(value / expected - 1) <= OWN_FACTOR
 
 
 def common_ratio(parameters: Collection[Parameter], bar: float) -> float | None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from workbench.diagnose.denominators import Way, reproduced, ways
+from workbench.diagnose.loss_changes import Change, change_of_losses
+from workbench.diagnose.ratios import kinds_of_ratios
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens, kinds_of_ratios
+from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens
 from workbench.diagnose.token_facts import TokenFacts
 
 EXACT = 1e-5
@@ -27,6 +29,22 @@ class LossFacts(TokenFacts):
             return None
         bar = (1e-4 if self.step.noise.same_forward else 10 * self.step.noise.logprob_nats) * (1 + change[0].abs())
         return bool((change[1].abs() <= bar).all())
+
+    @cached_property
+    def loss_change(self) -> Change | None:
+        """What explains how noted values of the loss moved, from inputs that are the same; None if nothing does."""
+        others = ("advantages", "ref_logprobs", "sampler_logprobs", "ratios")
+        if self.token_losses_same is not False or False in (self.forward_same, self.old_same):
+            return None
+        if any(self.step.token_same(name) is False for name in others):
+            return None
+        return change_of_losses(*self.tokens, self.context)
+
+    @property
+    def has_terms(self) -> bool:
+        """True if a policy's loss has a penalty or a correction: a reference or a sampler is noted by it."""
+        known = set(self.tokens[0]) & set(self.tokens[1])
+        return "advantages" in known and bool({"ref_logprobs", "sampler_logprobs"} & known)
 
     @cached_property
     def ways(self) -> list[Way]:
@@ -113,13 +131,23 @@ class LossFacts(TokenFacts):
     @cached_property
     def other_ratios(self) -> str:
         """Clause for noted ratios that are of one kind in one record and of another in the other; "" if not known."""
+        kinds = self._kinds_of_ratios
+        if not all(kinds) or kinds[0] & kinds[1] or not self.step.differs:
+            return ""
+        return f"noted ratios are {min(kinds[1])}, and in the trusted run {min(kinds[0])}"
+
+    @property
+    def ratios_of_one_kind(self) -> bool:
+        """True if the noted ratios of both records are known to be of one kind."""
+        return bool(self._kinds_of_ratios[0] & self._kinds_of_ratios[1])
+
+    @cached_property
+    def _kinds_of_ratios(self) -> tuple[set[str], set[str]]:
         kinds: list[set[str]] = []
         for record in self._records:
             known = [kinds_of_ratios(step) for step in record.steps[:STEPS]]
             kinds.append(set.intersection(*(each for each in known if each)) if any(known) else set())
-        if not all(kinds) or kinds[0] & kinds[1] or not self.step.differs:
-            return ""
-        return f"noted ratios are {min(kinds[1])}, and in the trusted run {min(kinds[0])}"
+        return kinds[0], kinds[1]
 
     @property
     def _records(self) -> tuple[Record, Record]:

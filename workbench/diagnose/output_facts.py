@@ -12,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from workbench.diagnose.output_rows import Row, alike, differ, grouped, one_side_lost, ratio_of, scaled, spread
 from workbench.diagnose.record import RecordedStep
 from workbench.records.inputs import mixed
 
@@ -35,34 +36,6 @@ PLACES = 2**13
 BONUS = 0.05
 """Relative distance of two coefficients of an entropy: least squares find them from gradients that bfloat16 rounds, and
 those in use differ by more."""
-UNIFORM = 1e-2
-"""Relative distance of a row's n sum(w^2) from (sum |w|)^2 below which all of its weights are one."""
-
-
-class Row(NamedTuple):
-    """A row of one call; see `workbench.records.outputs.ROW`."""
-
-    call: int
-    trained: int
-    positive: int
-    places: str
-    targets: str
-    weight: float
-    size: float
-    square: float
-    logprob: float
-    entropy: float
-    clear: int | None = None
-
-    @property
-    def unclear(self) -> bool:
-        """True if targets of some predictions are not known: they weigh next to nothing beside an entropy."""
-        return self.clear is not None and self.clear < self.trained
-
-    @property
-    def uniform(self) -> bool:
-        """True if all weights of the row are one."""
-        return self.size > 0 and self.trained * self.square <= self.size**2 * (1 + UNIFORM)
 
 
 @dataclass(frozen=True)
@@ -86,6 +59,10 @@ class OutputFacts:
         if not one or not other or one["every"] != other["every"] or not any(one["rows"]) or not any(other["rows"]):
             return None
         return cls(one, other, tolerance, nats)
+
+    @property
+    def _both(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return self.trusted, self.suspect
 
     @cached_property
     def rows(self) -> tuple[list[Row], list[Row]]:
@@ -127,7 +104,7 @@ class OutputFacts:
             return True
         if not self.in_order or any(one.places != two.places for one, two in self.in_order):
             return False
-        return self.other_targets <= FEW and any(_differ(one, two) or one.unclear for one, two in self.in_order)
+        return self.other_targets <= FEW and any(differ(one, two) or one.unclear for one, two in self.in_order)
 
     @cached_property
     def same_rows(self) -> list[tuple[Row, Row]]:
@@ -163,6 +140,11 @@ class OutputFacts:
         return sum(gone.values()), sum(call <= set(gone) for call in calls)
 
     @property
+    def one_side_lost(self) -> bool:
+        """True if the rows that are lost are all those of one sign, of several of each."""
+        return one_side_lost(*self.rows)
+
+    @property
     def in_common(self) -> float:
         """Share of the trusted rows that train on the same targets in the suspect."""
         return len(self.same_rows) / len(self.rows[0])
@@ -179,7 +161,7 @@ class OutputFacts:
         same = [pair for pair in self.in_order or () if pair[0].places == pair[1].places]
         if not self.of_tokens or 2 * len(same) < len(self.in_order or ()) or not same:
             return 0.0
-        return sum(_differ(one, two) for one, two in same) / len(same)
+        return sum(differ(one, two) for one, two in same) / len(same)
 
     @property
     def moved(self) -> bool:
@@ -259,34 +241,43 @@ class OutputFacts:
         slopes = (self.trusted["slope"], self.suspect["slope"])
         if not self.of_tokens or None in slopes or min(slopes) <= 0 or abs(slopes[1] / slopes[0] - 1) <= SLOPE:
             return None
+        quartiles = [seen.get("slopes") or (slope, slope) for seen, slope in zip(self._both, slopes, strict=True)]
+        turned = any(seen.get("bonus") for seen in self._both)
+        if turned or abs(slopes[1] - slopes[0]) <= 2 * sum(high - low for low, high in quartiles):
+            return None  # a term next to the likelihood turns the slopes of some predictions, and has no temperature
         return 1 / slopes[0], 1 / slopes[1]
 
     @property
-    def bonuses(self) -> tuple[float, float] | None:
-        """Coefficients of an entropy in the two losses; None if they agree, or one shows in neither gradient."""
-        one, other = (float(seen.get("bonus") or 0.0) for seen in (self.trusted, self.suspect))
-        return None if abs(other - one) <= BONUS * max(abs(one), abs(other)) else (one, other)
+    def beside(self) -> str:
+        """Clause for a coefficient of a term next to the likelihood that differs; "" if none does, or none shows."""
+        for name, term in (("bonus", "an entropy"), ("normaliser", "a squared normaliser")):
+            one, other = (float(seen.get(name) or 0.0) for seen in self._both)
+            if abs(other - one) > BONUS * max(abs(one), abs(other)):
+                return f"{term} next to them {other:.4g}, not {one:.4g}"
+        return ""
 
     # ---- weights ---------------------------------------------------------------------------------------------
 
     @cached_property
     def ratios(self) -> list[tuple[Row, Row, float]] | None:
         """Matched rows with the ratio of their sums of weights, with its sign; None if other targets train."""
-        if self.pairs is None or not self.same_targets or not self.of_tokens:
+        if self.pairs is None or not self.same_targets:
             return None
-        return [(one, two, _ratio(one, two)) for one, two in self.pairs if one.size > 0]
+        if not self.of_tokens and not all(alike(one, two, self.bar) for one, two in self.pairs):
+            return None  # gradients of whole distributions have no weights, but one factor shows in them, too
+        return [(one, two, ratio_of(one, two)) for one, two in self.pairs if one.size > 0]
 
     @property
     def weights_same(self) -> bool | None:
         """True if the weights of all rows are the same, and those within them; None if unknown."""
         if self.ratios is None:
             return None
-        return all(abs(ratio - 1) <= self.bar and _alike(one, two, self.bar) for one, two, ratio in self.ratios)
+        return all(abs(ratio - 1) <= self.bar and alike(one, two, self.bar) for one, two, ratio in self.ratios)
 
     @property
     def within_rows(self) -> float:
         """Share of the rows whose weights differ by more than a factor of the row."""
-        off = [not _alike(one, two, self.bar) for one, two, _ in self.ratios or ()]
+        off = [not alike(one, two, self.bar) for one, two, _ in self.ratios or ()]
         return sum(off) / len(off) if off else 0.0
 
     @property
@@ -337,22 +328,30 @@ class OutputFacts:
             pieces[one.call if kind != "row" else at].append((one.trained, ratio))
         if kind == "length":
             several = [each for each in pieces.values() if len({n for n, _ in each}) > 1]
-            return bool(several) and all(_spread([ratio / n for n, ratio in each]) <= 4 * self.bar for each in several)
-        if any(_spread([ratio for _, ratio in each]) > 2 * self.bar for each in pieces.values()):
+            return bool(several) and all(spread([ratio / n for n, ratio in each]) <= 4 * self.bar for each in several)
+        if any(spread([ratio for _, ratio in each]) > 2 * self.bar for each in pieces.values()):
             return False
         found = [(len(each) if of_rows else sum(n for n, _ in each), each[0][1]) for each in pieces.values()]
         if kind == "rank":
-            found = _grouped(found, self.bar)
+            found = grouped(found, self.bar)
             if len(found) >= len(pieces):
                 return False
         products = [n * ratio for n, ratio in found]
-        return len({n for n, _ in found}) > 1 and _spread(products) <= 4 * self.bar
+        return len({n for n, _ in found}) > 1 and spread(products) <= 4 * self.bar
+
+    def sums_means(self, *, of_rows: bool) -> bool:
+        """True if calls of n predictions, or rows, weigh N / n, with N those of the step: means that are added."""
+        sizes: dict[int, int] = defaultdict(int)
+        for one, _, _ in self.ratios or ():
+            sizes[one.call] += 1 if of_rows else one.trained
+        total = sum(sizes.values())
+        return all(abs(ratio * sizes[one.call] / total - 1) <= 4 * self.bar for one, _, ratio in self.ratios or ())
 
     @property
     def roughly_per_length(self) -> bool:
         """True if factors of rows are about one over their lengths: they vary by half as much times these."""
         ratios = [(one.trained, ratio) for one, _, ratio in self.ratios or () if ratio > 0]
-        return len(ratios) > 2 and _spread([n * r for n, r in ratios]) < _spread([r for _, r in ratios]) / 2
+        return len(ratios) > 2 and spread([n * r for n, r in ratios]) < spread([r for _, r in ratios]) / 2
 
     @property
     def of_calls(self) -> bool:
@@ -364,7 +363,7 @@ class OutputFacts:
             calls[one.call].append(abs(ratio))
         several = [each for each in calls.values() if len(each) > 1]
         middles = [sum(each) / len(each) for each in calls.values()]
-        return bool(several) and len(calls) > 1 and max(map(_spread, several)) <= _spread(middles) / 10
+        return bool(several) and len(calls) > 1 and max(map(spread, several)) <= spread(middles) / 10
 
     @property
     def rows_shifted(self) -> float:
@@ -393,51 +392,8 @@ class OutputFacts:
         one, other = (seen.get("values") for seen in (self.trusted, self.suspect))
         if not one or not other:
             return None
-        same = [abs(a - b) <= self.bar * max(abs(a), abs(b), scale) for a, b, scale in _scaled(one, other)]
+        same = [abs(a - b) <= self.bar * max(abs(a), abs(b), scale) for a, b, scale in scaled(one, other)]
         return all(same[:2]), all(same[2:])
 
     def _calls(self, side: int) -> Sequence[int]:
         return sorted({row.call for row in self.rows[side]})
-
-
-def _scaled(one: Sequence[float], other: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Each number of both, with the size that its rounding follows: a sum of gradients cancels, their sizes do not."""
-    scales = (0.0, one[0], one[3], 0.0)
-    return [(a, b, scale) for a, b, scale in zip(one, other, scales, strict=True)]
-
-
-def _ratio(one: Row, two: Row) -> float:
-    """Ratio of a row's weights, by sizes, which do not cancel; with the sign of the sums where they have one."""
-    size = two.size / one.size
-    signed = abs(one.weight) > one.size / 2 and abs(two.weight) > two.size / 2
-    return math.copysign(size, one.weight * two.weight) if signed and two.size else size
-
-
-def _alike(one: Row, two: Row, bar: float) -> bool:
-    """True if the weights of two rows may differ by one factor."""
-    if not one.size or not two.size:
-        return one.size == two.size
-    spreads = [row.square / row.size**2 for row in (one, two)]
-    signs = {(one.positive, one.trained), (one.trained - one.positive, one.trained)}
-    return abs(spreads[1] / spreads[0] - 1) <= 2 * bar and (two.positive, two.trained) in signs
-
-
-def _differ(one: Row, two: Row) -> bool:
-    """True if the targets of two rows are known and not the same."""
-    return one.targets != two.targets and not one.unclear and not two.unclear
-
-
-def _spread(values: Sequence[float]) -> float:
-    """Largest over smallest of positive numbers, less 1."""
-    return max(values) / min(values) - 1 if min(values) > 0 else math.inf
-
-
-def _grouped(found: Sequence[tuple[int, float]], bar: float) -> list[tuple[int, float]]:
-    """Pieces of one ratio, put together."""
-    groups: list[tuple[int, float]] = []
-    for n, ratio in sorted(found, key=lambda each: each[1]):
-        if groups and abs(ratio / groups[-1][1] - 1) <= 2 * bar:
-            groups[-1] = (groups[-1][0] + n, groups[-1][1])
-        else:
-            groups.append((n, ratio))
-    return groups

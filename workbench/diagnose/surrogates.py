@@ -23,19 +23,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.diagnose.denominators import Divisions, Way
+from workbench.diagnose.ratios import log_ratios, over_documents
 from workbench.diagnose.record import RecordedStep, whole
+from workbench.diagnose.stated import caps, clip_ranges, is_number
 
 MARGIN = 2e-5
 """Of the mean absolute value of a token: sums in float32 of some thousand tokens are right to a part of it."""
 NICE = 1e-3
 """Relative distance of a fitted coefficient from one with two digits, as people set them."""
-NEAR_1 = 1e-3
-"""Ratios that differ from 1 by less tell no kind: log-probabilities in float32 are right to some 1e-5."""
-WHOLE = 0.05
-"""Distance from a whole number of a count that follows from ratios: they leave 1 by `NEAR_1` at least and are right to
-some 1e-7, so that a count of 100 tokens is right to 0.01."""
 MOST = 4096
 """Tokens that are compared one by one: more of them tell no more."""
+TOGETHER = 256
+"""Surrogates that are compared at once: with `MOST` tokens 8 MiB of float64."""
 MOST_PAIRS = 8
 """Pairs of which any may be swapped: of more, some choice gives nearly any loss."""
 MOST_STEPS = 8
@@ -81,20 +80,51 @@ def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form
     here = trained.nonzero().flatten()[:MOST]
     if not len(here):
         return []
-    noted, found = tokens["losses"].double()[here], []
-    penalties, entropy = _penalties(tokens), _entropy(tokens)
-    for form, values in _surrogates(tokens, context):
-        scale = float(values[trained].abs().mean())
-        left = noted - values[here]
-        if float(left.abs().max()) <= 5 * MARGIN * scale + 1e-9:
-            found.append(form)
-            continue
-        for kind, bonus in itertools.product((None, *penalties), (None, *([entropy] if entropy is not None else []))):
-            columns = [each[here] for each in (penalties.get(kind or ""), bonus) if each is not None]
-            fitted = _fitted(torch.stack(columns, 1), left, 5 * MARGIN * scale + 1e-9) if columns else None
-            if fitted is not None:
-                found.append(_with(form, kind, bonus is not None, fitted))
+    noted = tokens["losses"].double()[here]
+    terms = [each[here] for each in _penalties_and_entropy(tokens)]
+    combinations = list(_combinations(tokens))
+    forms = iter(_surrogates(tokens, context))
+    found: list[Form] = []
+    while several := list(itertools.islice(forms, TOGETHER)):
+        left = torch.stack([noted - values[here] for _, values in several])
+        margins = torch.stack([5 * MARGIN * values[trained].abs().mean() + 1e-9 for _, values in several])
+        exact = left.abs().amax(1) <= margins
+        fits = [_fits(torch.stack([terms[at] for at in chosen], 1), left, margins) for _, _, chosen in combinations]
+        for at, (form, _) in enumerate(several):
+            if exact[at]:
+                found.append(form)
+                continue
+            for (kind, bonus, chosen), near in zip(combinations, fits, strict=True):
+                columns = torch.stack([terms[each] for each in chosen], 1)
+                fitted = _fitted(columns, left[at], float(margins[at])) if near[at] else None
+                if fitted is not None:
+                    found.append(_with(form, kind, bonus, fitted))
     return found
+
+
+def _penalties_and_entropy(tokens: Mapping[str, Tensor]) -> list[Tensor]:
+    entropy = _entropy(tokens)
+    return [*penalties_of(tokens).values(), *([entropy] if entropy is not None else [])]
+
+
+def _combinations(tokens: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bool, list[int]]]:
+    """Kind of penalty, if one, an entropy, and the places of both among `_penalties_and_entropy`."""
+    kinds = list(penalties_of(tokens))
+    bonuses = (False, True) if _entropy(tokens) is not None else (False,)
+    for (at, kind), bonus in itertools.product([(-1, None), *enumerate(kinds)], bonuses):
+        if chosen := [*([at] if kind is not None else []), *([len(kinds)] if bonus else [])]:
+            yield kind, bonus, chosen
+
+
+def _fits(columns: Tensor, left: Tensor, margins: Tensor) -> Tensor:
+    """[F] bool, surrogates of which the columns, [n, k], explain all that is left, [F, n], but for rounding.
+
+    What least squares leave is at most sqrt(n) times as large in one token as in that of the best fit.
+    """
+    if not bool(columns.isfinite().all()):
+        return torch.zeros(len(left), dtype=torch.bool)
+    rest = left - (left @ torch.linalg.pinv(columns).T) @ columns.T
+    return rest.norm(dim=1) <= margins * math.sqrt(left.shape[1])
 
 
 def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep] = ()) -> list[Explained]:
@@ -114,37 +144,6 @@ def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[Re
     return found or [*_preferences(step, context)] or [*_with_terms(step, context, steps)]
 
 
-def kinds_of_ratios(step: RecordedStep) -> set[str]:
-    """Kinds of ratio that give the noted ratio of every trained token; empty if none was noted, or all are near 1."""
-    tokens = whole(step.tokens)
-    if not {"ratios", "policy_logprobs", "trained"} <= set(tokens):
-        return set()
-    trained = tokens["trained"].bool() & torch.isfinite(tokens["ratios"])
-    noted = tokens["ratios"].double()[trained]
-    if not len(noted) or float((noted - 1).abs().max()) < NEAR_1:
-        return set()
-    kinds = {kind: values.exp()[trained] for kind, values in _log_ratios(tokens).items()}
-    known = {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
-    return known or _over_other_counts(noted.log(), {kind: ratios.log() for kind, ratios in kinds.items()})
-
-
-def _over_other_counts(noted: Tensor, kinds: Mapping[str, Tensor]) -> set[str]:
-    """Kinds whose sum over each document gives its noted log ratio when divided by a whole number."""
-    found = set()
-    for kind, sums in kinds.items():
-        telling = noted.abs() > NEAR_1
-        counts = sums[telling] / noted[telling]
-        whole_numbers = ((counts - counts.round()).abs() <= WHOLE) & (counts.round() >= 1)
-        if "multiplied" in kind and len(counts) and bool(whole_numbers.all()):
-            found.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
-    return found
-
-
-def _listed_counts(counts: Tensor) -> str:
-    numbers = [str(int(each)) for each in counts.round().unique()]
-    return " or ".join(numbers[:4]) + ("" if len(numbers) <= 4 else f" and {len(numbers) - 4} more")
-
-
 def _stacked(step: RecordedStep, context: Mapping[str, Any]) -> tuple[list[Form], Tensor]:
     """Surrogates, and their values, [F, S]."""
     known = dict(_surrogates(whole(step.tokens), context))
@@ -157,9 +156,9 @@ def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Exp
     if not {"documents", "ref_logprobs"} <= set(tokens):
         return
     trained, policy = tokens["trained"].bool(), tokens["policy_logprobs"].double()
-    betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if _number(context.get(name))]
+    betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if is_number(context.get(name))]
     for of, values in (("", policy - tokens["ref_logprobs"].double()), (" without a reference", policy)):
-        sums, means = (each[trained] for each in _over_documents(values, tokens["documents"], trained))
+        sums, means = (each[trained] for each in over_documents(values, tokens["documents"], trained))
         first = _first_places(tokens["documents"][trained])
         if len(first) % 2:
             return
@@ -204,7 +203,9 @@ def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[
     names = set(whole(step.tokens))
     others = [other for other in steps if other.number != step.number and other.loss is not None]
     several = [step, *(other for other in others if names <= set(whole(other.tokens)))][:MOST_STEPS]
-    stated = [next((float(context[name]) for name in of if _number(context.get(name))), None) for of in (_KL, _ENTROPY)]
+    stated = [
+        next((float(context[name]) for name in of if is_number(context.get(name))), None) for of in (_KL, _ENTROPY)
+    ]
     divisions = [Divisions(each, context) for each in several]
     shared = [text for text in divisions[0].descriptions if all(text in each.descriptions for each in divisions)]
     places = [[each.descriptions.index(text) for text in shared] for each in divisions]
@@ -222,7 +223,7 @@ def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[
         rows = [each.losses(values[None])[0] for each, values in zip(divisions, of_steps, strict=True)]
         return torch.stack([row[at] for row, at in zip(rows, places, strict=True)], -1)
 
-    penalties = [_penalties(whole(each.tokens)) for each in several]
+    penalties = [penalties_of(whole(each.tokens)) for each in several]
     terms = {kind: by_way([each[kind] for each in penalties]) for kind in penalties[0]}
     entropies = [-whole(each.tokens)["entropy_nats"].double() for each in several if "entropy_nats" in names]
     entropy = by_way(entropies) if entropies else None
@@ -272,8 +273,8 @@ def _coefficients(
 def _fitted(columns: Tensor, values: Tensor, margin: float) -> list[float] | None:
     """Coefficients of the columns, if they give all values within the margin, and people would set them so."""
     sizes = columns.norm(dim=0)
-    if not bool((sizes > 0).all()):
-        return None
+    if not bool((sizes > 0).all() & sizes.isfinite().all() & values.isfinite().all()):
+        return None  # a reference that allows a token nothing, for one
     scaled = columns / sizes
     if len(columns[0]) > 1 and abs(float(scaled[:, 0] @ scaled[:, 1])) > 1 - 1e-9:
         return None
@@ -292,16 +293,12 @@ def _with(form: Form, kind: str | None, bonus: bool, fitted: Sequence[float]) ->
     return form._replace(penalty=penalty, entropy=f"minus {texts[-1]} times the entropy" if bonus else "")
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _margins(values: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
     """[F] tolerances of values [F, S]."""
     return MARGIN * values[:, tokens["trained"].bool()].abs().mean(1)
 
 
-def _penalties(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def penalties_of(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Estimators of the divergence from a reference, http://joschu.net/blog/kl-approx.html, and mistakes of them."""
     if "ref_logprobs" not in tokens:
         return {}
@@ -328,7 +325,8 @@ def _surrogates(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Ite
         far = tokens["old_logprobs"].double() - tokens["sampler_logprobs"].double()
         if bool(far.abs().max() <= 1e-6):
             return
-        for (kind, of), most in itertools.product((("old over sampler", far), ("sampler over old", -far)), TRUNCATIONS):
+        largest = dict.fromkeys([*caps(context), *TRUNCATIONS])
+        for (kind, of), most in itertools.product((("old over sampler", far), ("sampler over old", -far)), largest):
             text, weights = f"weighed by {kind}" + ("" if most == math.inf else f" up to {most:g}"), of.exp()
             yield from ((form._replace(correction=text), values * weights.clamp_max(most)) for form, values in plain)
 
@@ -342,11 +340,11 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
     yield Form("advantage times log-probability"), -advantages * policy
     if {"old_logprobs", "sampler_logprobs"} & set(tokens):
         yield Form("advantage times a ratio of 1"), -advantages
-    for kind, values in _log_ratios(tokens).items():
+    for kind, values in log_ratios(tokens).items():
         ratios = values.exp()
         plain = ratios * advantages
         yield Form(kind, "without a clip"), -plain
-        for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
+        for low, high in dict.fromkeys([*clip_ranges(context), *BOUNDS]):
             bounded = ratios.clamp(1 - low, 1 + high)
             clipped, text = bounded * advantages, f"clipped at {low:g} and {high:g}"
             smaller = torch.minimum(plain, clipped)
@@ -356,39 +354,3 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
             yield Form(f"log-probability times {kind}", text), -clipped * policy
             dual = torch.where(advantages < 0, torch.maximum(smaller, 3 * advantages), smaller)
             yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
-
-
-def _log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Logarithms of every kind of ratio that the noted log-probabilities give, [S], by kind."""
-    policy, trained = tokens["policy_logprobs"].double(), tokens["trained"].bool()
-    kinds = {}
-    for anchor, of in (("old_logprobs", ""), ("sampler_logprobs", " to the sampler")):
-        if anchor in tokens:
-            log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
-            kinds[f"ratios{of}"] = log_ratios
-            if "documents" in tokens:
-                sums, means = _over_documents(log_ratios, tokens["documents"], trained)
-                kinds |= {f"ratios of documents{of}": means, f"ratios multiplied over documents{of}": sums}
-    return kinds
-
-
-def _over_documents(values: Tensor, documents: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and mean over the trained tokens of each token's document."""
-    _, place = torch.unique(documents, return_inverse=True)
-    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values * trained)
-    counts = torch.zeros_like(sums).index_add_(0, place, trained.double())
-    return sums[place], (sums / counts.clamp_min(1))[place]
-
-
-def _given(context: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
-    """Clip ranges that the context states, under the names of several trainers."""
-    both = next((context[name] for name in ("clip", "clip_ratio", "cliprange", "epsilon") if name in context), None)
-    low, high = (
-        next((context[name] for name in names if name in context), both)
-        for names in (
-            ("clip_low", "clip_ratio_low", "epsilon_low", "eps_clip"),
-            ("clip_high", "clip_ratio_high", "epsilon_high", "eps_clip_high"),
-        )
-    )
-    if _number(low) and _number(high):
-        yield float(low), float(high)  # type: ignore[arg-type]

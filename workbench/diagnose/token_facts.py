@@ -185,7 +185,8 @@ class TokenFacts:
         if not all({"trained", "documents"} <= set(tokens) for tokens in (trusted, suspect)):
             return ""
         known, others = (tokens["documents"][tokens["trained"].bool()].unique() for tokens in (trusted, suspect))
-        more = others[(others >= 0) & ~torch.isin(others, known)]
+        noted = trusted["documents"].unique()  # those of which nothing trains are no data that was added
+        more = others[(others >= 0) & ~torch.isin(others, noted)]
         return (
             f"{len(more)} documents train that the trusted run has not"
             if len(more) and len(others) > len(known)

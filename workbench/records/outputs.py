@@ -10,8 +10,10 @@ needed. Like every other evidence it explains numbers that differ, and is no dif
                          likelihoods  share of the trained predictions whose gradient has that form, or next to it an
                                       entropy's
                          slope        median of 1 / T over them; null if there are none
+                         slopes       their quartiles: one temperature has one, and a term beside it moves some
                          bonus        median coefficient of an entropy in the others, where its gradient explains what
                                       a likelihood's leaves; null if there are none
+                         normaliser   median coefficient of the squared normaliser, a z-loss, in the others; null
                          after        clear targets, and those among them that are the id of the prediction itself, the
                                       next, and the one after: of a shift too few, right, and one too many
                          values       of a second output with one number a prediction, a critic's: `VALUES`
@@ -49,10 +51,10 @@ and an entropy bonus or a penalty of the size of a hundredth of the weight turns
 LARGEST = 3
 """Elements of a gradient among which a target next to an entropy is looked for: of a likelihood it is the first."""
 UNBALANCED = 0.02
-"""Sum of a prediction's gradient over the sum of its absolute values, above which the output is of no logits. A loss
-that normalizes them has 0, with bfloat16's rounding 2^-9 at most; hidden states have about 1 / sqrt(their number), and
-losses of tokens 1."""
+"""Sum of a gradient over the sum of its absolute values, up to which it is that of normalized logits, for which it is
+0 but for rounding, in bfloat16 2^-9 at most. Hidden states have about 1 / sqrt(their number), losses of tokens 1."""
 _INTEGERS, _FLOATS = 5, 5
+_QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
 
 class Outputs:
@@ -100,14 +102,17 @@ class Outputs:
             return {}
         calls = [call for call in self._calls if call is not None]
         slopes = torch.cat([call["slopes"] for call in calls])
-        bonuses = torch.cat([call["bonuses"] for call in calls])
+        bonuses, normalisers = (torch.cat([call[name] for call in calls]) for name in ("bonuses", "normalisers"))
         trained = sum(int(call["integers"][:, 0].sum()) for call in calls)
         rows = [
             _rows(call, together=sum(int((each["integers"][:, 0] > 0).sum()) for each in calls) > MOST_ROWS)
             for call in calls
         ]
         seen: dict[str, Any] = {"rows": rows, "every": self._every, "likelihoods": len(slopes) / max(trained, 1)}
-        seen["slope"], seen["bonus"] = (float(each.median()) if len(each) else None for each in (slopes, bonuses))
+        for name, each in (("slope", slopes), ("bonus", bonuses), ("normaliser", normalisers)):
+            seen[name] = float(each.median()) if len(each) else None
+        if len(slopes):
+            seen["slopes"] = [float(each) for each in slopes.double().quantile(_QUARTILES)]
         seen["after"] = torch.stack([call["after"] for call in calls]).sum(0).tolist()
         if self._values:
             seen["values"] = torch.stack(self._values).sum(0).tolist()
@@ -120,15 +125,17 @@ def of_all_ranks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     trained = [sum(row[0] for call in rank["rows"] for row in call) for rank in by_rank]
     share = sum(rank["likelihoods"] * number for rank, number in zip(by_rank, trained, strict=True))
-    slopes, bonuses = (sorted(rank[name] for rank in by_rank if rank[name] is not None) for name in ("slope", "bonus"))
-    seen = {
+    seen: dict[str, Any] = {
         "rows": [call for rank in by_rank for call in rank["rows"]],
         "every": max(rank["every"] for rank in by_rank),
         "likelihoods": share / max(sum(trained), 1),
-        "slope": slopes[len(slopes) // 2] if slopes else None,
-        "bonus": bonuses[len(bonuses) // 2] if bonuses else None,
     }
+    for name in ("slope", "bonus", "normaliser"):
+        known = sorted(rank[name] for rank in by_rank if rank[name] is not None)
+        seen[name] = known[len(known) // 2] if known else None
     seen["after"] = [sum(column) for column in zip(*(rank["after"] for rank in by_rank), strict=True)]
+    if quartiles := [rank["slopes"] for rank in by_rank if "slopes" in rank]:
+        seen["slopes"] = [min(low for low, _ in quartiles), max(high for _, high in quartiles)]
     values = [rank["values"] for rank in by_rank if "values" in rank]
     return seen | ({"values": [math.fsum(column) for column in zip(*values, strict=True)]} if values else {})
 
@@ -160,11 +167,17 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _of_logits(gradient: Tensor) -> bool:
-    """True if the gradients of most predictions, [predictions, V], sum to 0, as those of normalized logits do."""
-    size = gradient.abs().sum(1, dtype=torch.float32)
-    there = size > 0
-    ratio = gradient.sum(1, dtype=torch.float32)[there].abs() / size[there]
-    return not len(ratio) or bool(ratio.median() <= UNBALANCED)
+    """True if the gradients of most predictions, [predictions, V], may be those of logits.
+
+    They sum to 0 if a loss normalizes the logits; with a squared normaliser next to it, one element is against all
+    others. Hidden states and losses of tokens have neither.
+    """
+    gradient = gradient[gradient.ne(0).any(1)].float()
+    size, total = gradient.abs().sum(1), gradient.sum(1)
+    of_target = gradient.gather(1, gradient.abs().argmax(1, keepdim=True))[:, 0]
+    against = -of_target.sign() * (total - of_target)
+    fits = (total.abs() <= UNBALANCED * size) | (against > ONE_SIDED * (size - of_target.abs()))
+    return not len(fits) or 2 * int(fits.sum()) > len(fits)
 
 
 @torch.no_grad()
@@ -211,7 +224,11 @@ def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor, after: Tensor) -> d
     scaled = logprobs * torch.where(alike, slopes, torch.ones_like(slopes)).nan_to_num(1.0)[:, None]
     left = -torch.expm1(scaled.gather(1, target)[:, 0] - scaled.logsumexp(1))
     weight = -(of_target / left.clamp_min(1e-6)).double()
-    bonuses = torch.zeros(0, device=row.device)
+    bonuses = normalisers = torch.zeros(0, device=row.device)
+    if bool((~alike).any()):
+        beside, normalisers, (own_target, own_weight, own_slopes) = _beside_normaliser(logits, gradient, ~alike)
+        target[beside, 0], weight[beside], slopes[beside] = own_target, own_weight, own_slopes
+        alike = alike | beside
     clear, slopes = alike.clone(), torch.where(alike, slopes, torch.nan)
     if bool((~alike).any()) and len(_beside_entropy(logprobs[~alike], gradient[~alike])[1]):
         explained, bonuses, (own_target, own_weight, own_clear) = _beside_entropy(logprobs, gradient)
@@ -227,8 +244,33 @@ def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor, after: Tensor) -> d
         "floats": torch.zeros(number, _FLOATS, dtype=torch.float64, device=row.device).index_add_(0, row, floats),
         "slopes": slopes[slopes.isfinite()],
         "bonuses": bonuses,
+        "normalisers": normalisers,
         "after": torch.cat([clear.sum()[None], ((target[:, 0] == after) & clear).sum(1)]),
     }
+
+
+def _beside_normaliser(
+    logits: Tensor, gradient: Tensor, among: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Predictions whose gradient is a likelihood's and a squared normaliser's: which, its coefficients, and the rest.
+
+    The rest: [R] targets, weights, slopes.
+
+    The gradient of -c log p_y + c k (log sum exp z)^2 is (c + e) p - c onehot(y) with e = 2 c k log sum exp z: of all
+    elements but y it is along p, and its sum is e, of the sign of all but y.
+    """
+    target = (gradient * gradient.sum(1, keepdim=True).sign()).argmin(1, keepdim=True)
+    slopes = _slopes(logits, gradient, target)
+    scaled = logits * slopes.nan_to_num(1.0)[:, None]
+    p = scaled.softmax(1)
+    of_target, p_target = gradient.gather(1, target)[:, 0], p.gather(1, target)[:, 0]
+    a = (gradient.sum(1) - of_target) / (1 - p_target).clamp_min(1e-6)
+    left = (gradient - a[:, None] * p).scatter(1, target, 0.0)
+    weights = a * p_target - of_target
+    explained = among & (left.abs().sum(1) <= (1 - ONE_SIDED) * gradient.abs().sum(1)) & (weights * a > 0)
+    coefficients = (a / weights - 1) / (2 * scaled.logsumexp(1))
+    rest = (target[explained, 0], weights[explained].double(), slopes[explained])
+    return explained, coefficients[explained].float(), rest
 
 
 def _beside_entropy(logprobs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:

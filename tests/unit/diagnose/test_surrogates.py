@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from workbench.diagnose.diagnosis import diagnose_records
+from workbench.diagnose.ratios import kinds_of_ratios
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens, kinds_of_ratios
+from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens
 
 DOCUMENTS = (7, 4, 9, 5, 6, 8)
 ROWS = (0, 0, 1, 1, 2, 2)
@@ -73,7 +74,7 @@ def record(loss, tokens, seed=0):
         ({"choose": min}, None, "clipping"),
         ({"kind": "document"}, None, "ratio"),
         ({"kind": "sum"}, None, "ratio"),
-        ({"low": math.inf, "high": math.inf}, None, "other_loss"),
+        ({"low": math.inf, "high": math.inf}, None, "clipping"),
     ],
 )
 def test_the_surrogate_or_denominator_that_gives_the_loss_is_named(change, pieces, cause):

@@ -174,3 +174,35 @@ def test_hidden_states_and_losses_of_tokens_are_no_logits(output, batch):
     seen.see(hidden if output == "hidden" else losses)
     (losses.sum() / 3 if output == "losses" else losses[trained.T.repeat(1, 3)].sum()).backward()
     assert seen.finish() == {}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_squared_normaliser_is_read_next_to_weights(temperature):
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(ROWS, WIDE, VOCABULARY)).requires_grad_()
+    targets, coefficient = torch.randint(0, VOCABULARY, (ROWS, WIDE)), 0.05
+    seen = Outputs()
+    seen.see(logits)
+    scaled = logits / temperature
+    likelihoods = -scaled.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    (0.5 * (likelihoods + coefficient * scaled.logsumexp(-1).square())).sum().backward()
+    found = seen.finish()
+    assert found["likelihoods"] == 1.0
+    assert found["normaliser"] == pytest.approx(coefficient, rel=1e-3)
+    assert found["bonus"] is None
+    assert [dict(zip(ROW, row, strict=True))["clear"] for row in found["rows"][0]] == [WIDE] * ROWS
+    assert found["rows"][0][0][ROW.index("weight")] == pytest.approx(0.5 * WIDE / temperature, rel=1e-3)
+
+
+@pytest.mark.parametrize(("bonus", "wide"), [(0.0, False), (0.004, True)])
+def test_slopes_of_one_temperature_are_one_and_a_term_spreads_them(bonus, wide):
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(ROWS, WIDE, VOCABULARY)).requires_grad_()
+    seen = Outputs()
+    seen.see(logits)
+    logprobs = (logits / 0.5).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    (-(torch.randn(ROWS, WIDE) * logprobs[..., 0]).sum() - bonus * entropy).backward()
+    low, high = seen.finish()["slopes"]
+    assert low <= high
+    assert (high - low > 0.005) == wide

@@ -4,6 +4,7 @@ cause.py       what a cause is, and how one is declared next to the function tha
 observed.py    what recorders saw by themselves: settings, weights, parameters, modes
 given.py       what the model was given: scores for the causes of other modules
 flowed.py      what models gave and what flowed back into them: likewise
+predictions.py, weights.py, objectives.py   its rules: which predictions train, what they weigh, by the objective
 whole.py       whole numbers: nothing, rounding, not finite, reported wrong
 factors.py     one factor of every gradient, and denominators of the loss
 tokens.py      tokens and their log-probabilities

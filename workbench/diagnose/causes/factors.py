@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from workbench.diagnose.causes.cause import NOT, Cause, Family, Judge, Judged, likeliest
@@ -11,6 +12,8 @@ from workbench.diagnose.denominators import AXES, NEEDS
 from workbench.diagnose.facts import Facts
 
 FACTORS = Family("loss", "gradient")
+SMALL = 8
+"""Numbers whose ratio is no evidence for a count: some multiple of each of them is any even or round count."""
 
 
 # ---- one factor on everything ------------------------------------------------------------------------------
@@ -106,7 +109,9 @@ def _local(kind: str) -> Judge:
             return NOT
         hits = [way for way in facts.ways if way.kind == kind]
         if not hits:
-            return NOT
+            change = facts.loss_change
+            lengths = kind == "documents" and change is not None and change.kind == "lengths"
+            return (0.9, [change.clause]) if lengths and change else NOT
         others = {way.kind for way in facts.ways} - {kind}
         score = 0.93 - 0.1 * len(others) - 0.02 * facts.ways.index(hits[0])
         return score, [f"the recorded loss is what {hits[0].description}, gives"]
@@ -138,11 +143,18 @@ def _other_count(facts: Facts) -> Judged:
         return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].description}"]
     if (match := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
         unit, count, other = match
-        return (0.5 if facts.factor_names else 0.85), [
+        told = not facts.factor_names and (facts.loss_follows or not _simple(count, other))
+        return (0.85 if told else 0.45), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
             f"{count} {unit}, or the other way round"
         ]
     return NOT
+
+
+def _simple(count: int, other: int) -> bool:
+    """True if two counts are in the ratio of small numbers, as many of any step are; lost or doubled ones are not."""
+    divisor = math.gcd(count, other)
+    return max(count, other) // divisor <= SMALL and abs(count - other) > 2
 
 
 def _weighed_otherwise(facts: Facts) -> bool:
@@ -163,6 +175,8 @@ def _uneven_weights(facts: Facts) -> Judged:
     """Tokens have wrong weights: visible in the loss, or in the gradient alone."""
     step = facts.step
     apart = facts.loss_same is False and facts.gradient_same is False
+    if (change := facts.loss_change) is not None and change.kind in ("ids", "documents"):
+        return 0.9, [change.clause]
     if facts.token_losses_same and apart and not facts.ways and not facts.scaled:
         return 0.6, ["values of the loss agree token by token, and their sum does not: tokens have other weights"]
     if facts.inputs_same and _weighed_otherwise(facts):

@@ -18,6 +18,10 @@ UNNOTICED = 0.995
 """Of other inputs where no number differs beyond its tolerance: above `no_difference`, for they are one."""
 ROUNDED = 2**-6
 """Relative distance of two losses of the same tokens: four roundings to the 8 bits of bfloat16."""
+LIKELY = 0.7
+"""Of one use of a mask, where the other would need another kind of mask or batch."""
+OTHERWISE = 0.45
+"""Of the use of a mask that is less likely."""
 FEWER = 0.6
 """Of another number of tokens: lost ones, or other padding."""
 
@@ -134,9 +138,31 @@ def other_attention(facts: Facts, *, packed: bool) -> Judged:
     text, (_, other) = _off(facts, "mask"), _seen(facts)
     if not text or not other.get("ids"):
         return NOT
-    several = max(step.counts.get("documents", 0.0) for step in facts.pair) > other["ids"][2]
-    in_rows = several or other["ids"][2] == other["calls"]
-    return (EXPLAINS if in_rows == packed else FEWER), [f"attention mask: {text}"]
+    sure, in_rows = _in_packed_rows(facts)
+    return (sure if in_rows == packed else OTHERWISE), [f"attention mask: {text}"]
+
+
+def _in_packed_rows(facts: Facts) -> tuple[float, bool]:
+    """Score, and True if rows hold several documents; else one document and padding.
+
+    Rows hold several documents where they are fewer, or where positions begin again in them, and no padding where all
+    of their predictions train. A mask of the pairs of tokens of each row keeps documents apart; that of padding needs
+    one number a token. Rows of a call each need no padding.
+    """
+    seen, outputs = [each for each in _seen(facts) if each.get("ids")], facts.outputs
+    rows = max(each["ids"][2] for each in seen)
+    documents = max(step.counts.get("documents", 0.0) for step in facts.pair)
+    if documents > rows:
+        return EXPLAINS, True
+    if outputs is not None and outputs.trusted["every"] == 1:
+        several = any(len(each) > rows for each in outputs.rows)
+        if several or outputs.trained[0] >= seen[0]["ids"][0] - rows:
+            return EXPLAINS, True
+    if documents == rows:
+        return EXPLAINS, False
+    if any(each.get("mask") and each["mask"][0] * rows >= each["ids"][0] ** 2 for each in seen):
+        return LIKELY, True
+    return (LIKELY, True) if rows == seen[-1]["calls"] else (EXPLAINS, False)
 
 
 def met_fewer(facts: Facts) -> str:

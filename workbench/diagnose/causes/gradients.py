@@ -30,6 +30,9 @@ _NO_SETTINGS = (
 )
 """Keys of a context that say how a step is divided and computed, and not what."""
 
+DATA = 0.45
+"""Of a lost gradient where what is left is divided by its own count: the loop was not given the rest."""
+
 GRADIENTS = Family("gradient")
 
 
@@ -249,7 +252,7 @@ def _some_parameters(facts: Facts) -> Judged:
 def _ranks_lost(facts: Facts) -> Judged:
     """Only a part of the tokens reaches the gradient: another direction, and shorter."""
     if "micro-batches" in facts.absent:
-        return 0.92, [facts.absent]
+        return (DATA if facts.smaller_step else 0.92), [facts.absent]
     if text := given.met_fewer(facts):
         return 0.8, [text]  # or each was kept, and added by other means
     if given.fewer_calls(facts) and facts.other_tokens == 0:
@@ -265,6 +268,8 @@ def _ranks_lost(facts: Facts) -> Judged:
 def _of_fewer_calls(facts: Facts) -> float:
     """Score of lost calls by which rows train: those of whole calls are missing, or others are there too."""
     outputs = facts.outputs
+    if facts.smaller_step:
+        return DATA
     if outputs is None:
         return 0.7 if given.calls_alike(facts) else 0.45
     lost = outputs.rows_lost
@@ -309,7 +314,8 @@ def _term_without_gradient(facts: Facts) -> Judged:
     text = another_gradient(facts)
     if not text:
         return NOT
-    return 0.5, [f"{text}: a term's value is right and its derivative is not"]
+    known = facts.token_losses_same and facts.ratios_of_one_kind  # at ratios of 1, another kind has the same value
+    return (0.7 if known else 0.49), [f"{text}: a term's value is right and its derivative is not"]
 
 
 # ---- over time ----------------------------------------------------------------------------------------------
@@ -339,6 +345,8 @@ def _update(facts: Facts) -> Judged:
         return NOT
     if not all(step.gradient_same for step in before if step.gradient_same is not None):
         return NOT
+    if facts.turned_before:
+        return 0.3, ["norms agree before, but predictions weighed otherwise"]
     return 0.9, [
         f"loss and gradient agree up to step {before[-1].number}, and from step {facts.step.number} on the "
         "policy is another one: the update differs"

@@ -21,6 +21,8 @@ DECLARED = 0.995
 """Of settings that differ where no number does, beyond its tolerance: above `no_difference`, for it is one."""
 OF_MODEL = 0.95
 """Of the model's settings: below weights and parameters that differ, of which a setting is the cause."""
+OTHER_RULE = 0.7
+"""Of a bound of clipping that is not torch's any more, where gradients are clipped by another rule."""
 _HOW = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that say how, and not what, they compute."""
 DISAGREEMENT, REPLAYED = "router/disagreement/share", "router/replayed/checksum"
@@ -114,10 +116,24 @@ def _optimizer_settings(facts: Facts) -> Judged:
     if right and wrong and right != wrong:
         return _since(facts, -1), [f"{' and '.join(wrong)}, not {' and '.join(right)}"]
     for number, one, other in _steps(facts):
-        reasons = [*_settings_off(one, other), *_clipping_off(one, other)]
-        if reasons:
-            return _since(facts, number), [f"in step {number}: {reason}" for reason in reasons[:6]]
+        settings, clipping = list(_settings_off(one, other)), list(_clipping_off(one, other))
+        if reasons := [*settings, *clipping]:
+            score = _since(facts, number)
+            if not settings and _other_rule(facts, one, other):
+                score = min(score, OTHER_RULE)
+            return score, [f"in step {number}: {reason}" for reason in reasons[:6]]
     return NOT
+
+
+def _other_rule(facts: Facts, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if gradients are clipped all the same, by a rule that is not torch's of norms: no setting was changed."""
+    if "given" not in one or "given" not in other:
+        return False
+    return bool(_clipped_otherwise(one["given"], other["given"], _bounds(facts)))
+
+
+def _bounds(facts: Facts) -> set[float]:
+    return {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
 
 
 def _since(facts: Facts, number: int) -> float:
@@ -196,7 +212,7 @@ def _dropout(facts: Facts) -> Judged:
 @OBSERVED.cause("gradients are clipped by another rule: another norm, at another time, or in one run only")
 def _gradient_clipping(facts: Facts) -> Judged:
     """Both recorders saw what clipping did; or the factor is one number, and the norm of one run is a usual bound."""
-    bounds = {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
+    bounds = _bounds(facts)
     for number, one, other in _steps(facts):
         if text := _clipped_at_another_time(one, other):
             return _since(facts, number - 1), [f"in step {number} {text}"]
@@ -205,6 +221,8 @@ def _gradient_clipping(facts: Facts) -> Judged:
     if (judged := _clipped_in_pieces(facts))[0]:
         return judged
     if not facts.scaled or facts.loss_same is not True or facts.factor_names:
+        return NOT
+    if facts.outputs is not None and facts.outputs.weights_same is False:
         return NOT
     norms = [math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair]
     at = [next((bound for bound in bounds if abs(norm / bound - 1) < 1e-4), None) for norm in norms]

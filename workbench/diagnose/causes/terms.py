@@ -27,8 +27,11 @@ def _clipping(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
     if forms := facts.other_surrogate:
-        of_clip = other_parts(*forms) == {"clip"} and all("clipped" in form.clip for form in forms)
-        return (0.94, [_by_surrogates(facts)]) if of_clip else NOT
+        of_clip = other_parts(*forms) == {"clip"} and all("clip" in form.clip for form in forms)
+        if of_clip:
+            return 0.94, [_by_surrogates(facts)]
+    if (judged := _changed(facts, "clip"))[0] or facts.other_surrogate:
+        return judged
     if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
         return NOT
     clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
@@ -50,7 +53,9 @@ def _ratio(facts: Facts) -> Judged:
         return NOT
     if forms := facts.other_surrogate:
         ratios = "ratios" in other_parts(*forms) and all(form.ratios.startswith("ratios") for form in forms)
-        return (0.94, [_by_surrogates(facts)]) if ratios else NOT
+        return (0.94, [_by_surrogates(facts)]) if ratios else _changed(facts, "ratio")
+    if (judged := _changed(facts, "ratio"))[0]:
+        return judged
     if facts.other_ratios:
         return 0.95, [facts.other_ratios]
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
@@ -80,9 +85,25 @@ def _one_term(facts: Facts) -> Judged:
     """One term of the loss is wrong and others are right, from the same inputs."""
     if forms := facts.other_surrogate:
         of_terms = other_parts(*forms) <= {"correction", "penalty", "entropy"} and facts.inputs_same
-        return (0.94, [_by_surrogates(facts)]) if of_terms else NOT
+        return (0.94, [_by_surrogates(facts)]) if of_terms else _changed(facts, "term", "correction")
+    if (judged := _changed(facts, "term", "correction"))[0]:
+        return judged
+    if facts.has_terms and facts.token_losses_same is False and facts.loss_change is None and facts.inputs_same:
+        return 0.62, ["values of the loss differ token by token, from the same inputs, and it has several parts"]
     off, right = facts.terms
+    weighed = facts.token_losses_same is True  # values are right: terms differ by the weights of tokens
+    if not right and not weighed and (text := facts.moved_by_a_term):
+        return 0.9, [text]
     off = [key for key in off if not key.startswith("loss/total")]
+    if (
+        len(off) > 1
+        and not right
+        and not weighed
+        and facts.inputs_same
+        and facts.gradient_same is False
+        and facts.terms_apart
+    ):
+        return 0.78, [f"{', '.join(off)} differ, each by a factor of its own"]
     if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
         return NOT
     if facts.metrics_off("ratio/", "clip/"):
@@ -102,21 +123,28 @@ def _smoothing(facts: Facts) -> Judged:
     if facts.loss_same is not False or facts.gradient_same is not False or facts.scaled:
         return NOT
     reasons = ["labels are smoothed, log-probabilities do not differ, and the loss of the same tokens does"]
-    return (0.85, reasons) if facts.step.token_same("entropy_nats") is not False else (0.4, reasons)
+    known = facts.context.get("tp") and facts.step.token_same("policy_logprobs")
+    return (0.85 if known and facts.step.token_same("entropy_nats") is not False else 0.3), reasons
 
 
 @TERMS.cause("the per-token loss is another one", uses=("loss", "gradient"))
 def _other_loss(facts: Facts) -> Judged:
+    if facts.inputs_same and facts.gradient_same is False and facts.other_surrogate:
+        return (0.4 if facts.loss_change else 0.9), [_by_surrogates(facts)]
     if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
         return NOT
-    if facts.other_surrogate:
-        return 0.9, [_by_surrogates(facts)]
     terms = facts.metrics_off("loss/")
     if facts.scaled and facts.step.parallel:
         return 0.3, ["the same inputs give another loss, and every gradient times one number"]
     if facts.token_losses_same is False:
-        return 0.75, ["values of the loss differ token by token, from the same inputs"]
+        return (0.4 if facts.loss_change else 0.6), ["values of the loss differ token by token, from the same inputs"]
     return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
+
+
+def _changed(facts: Facts, *kinds: str) -> Judged:
+    """Score where values of the loss moved as another part of one of these kinds moves them."""
+    change = facts.loss_change
+    return (0.92, [change.clause]) if change is not None and change.kind in kinds else NOT
 
 
 def _by_surrogates(facts: Facts) -> str:

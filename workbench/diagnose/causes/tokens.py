@@ -49,12 +49,17 @@ TOKENS.add(
 @TOKENS.cause("targets are taken from the next document")
 def _targets_at_document_ends(facts: Facts) -> Judged:
     """The last token of a document predicts, or trains, the first of the next; a token lost there is a mask fault."""
-    if number := _first_of_documents(facts):
+    if (number := _first_of_documents(facts)) and not _all_shifted(facts):
         return 0.95, [f"{number} first tokens of documents train, which no token of theirs predicts, and no others"]
-    return likeliest(
+    score, why = likeliest(
         _at(("document ends",), "policy_logprobs")(facts),
         _at(("document starts",), "policy_logprobs", "trained")(facts),
     )
+    return (0.4 * score if _all_shifted(facts) else score), why  # of all tokens: those at ends are among them
+
+
+def _all_shifted(facts: Facts) -> bool:
+    return bool(facts.targets_shifted) or facts.distributions_shifted is not None
 
 
 def _first_of_documents(facts: Facts) -> int:
@@ -166,7 +171,7 @@ def _noted_other_mask(facts: Facts) -> Judged:
     off = facts.off_tokens("trained")
     if facts.other_documents:
         return 0.3, [f"other tokens train, but {facts.other_documents}"]
-    return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + ("" if off is None else f": {int(off.sum())} differ")]
+    return 0.85 * (1 - 0.45 * at_places), ["other tokens train" + ("" if off is None else f": {int(off.sum())} differ")]
 
 
 def _more_than_noted(facts: Facts) -> Judged:
@@ -187,7 +192,7 @@ def _noted_other_data(facts: Facts) -> Judged:
     if repeated := facts.pair[1].observed.get("repeated"):
         return SEEN, [f"{repeated} tokens of the step were noted twice and more, by their places"]
     if facts.absent:
-        return (0.5 if "micro-batches" in facts.absent else 0.9), [facts.absent]
+        return (0.5 if "micro-batches" in facts.absent and not facts.smaller_step else 0.9), [facts.absent]
     if facts.added:
         return 0.9, [facts.added]
     if not all("targets" in tokens for tokens in facts.tokens):
@@ -212,8 +217,8 @@ def _other_targets(facts: Facts) -> Judged:
 
 def _noted_other_targets(facts: Facts) -> Judged:
     """The distribution at a token is the same, as its entropy shows, but another token's log-probability is taken."""
-    if facts.targets_shifted:
-        return 0.97, [facts.targets_shifted]
+    if facts.targets_shifted:  # with the ids of the model the data moved, and not their targets
+        return (0.45 if given.other_ids(facts)[0] else 0.97), [facts.targets_shifted]
     if facts.other_tokens > 0 and given.ids_same(facts):
         return 0.93, [
             f"targets of {facts.other_tokens:.0%} of the trained tokens differ, and the model is given the same"

@@ -79,6 +79,8 @@ def _loss_alone(facts: Facts) -> Judged:
     if facts.loss_same is not False or facts.gradient_same is not True:
         return NOT
     named = f", which is {facts.loss_names[0].description}" if facts.loss_names else ""
+    if facts.step.cosine is None and facts.outputs is not None and facts.outputs.weights_same is False:
+        return 0.3, ["norms of gradients are right within noise, but predictions weigh otherwise"]
     if not facts.inputs_same:
         return 0.3, ["the gradient is right within noise, but the loss is computed from other inputs"]
     return (0.5 if facts.term_hidden else 0.95), [

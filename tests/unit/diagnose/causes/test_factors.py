@@ -102,3 +102,11 @@ def test_other_weights_in_the_gradient_alone():
 def test_other_weights_do_not_change_the_length_of_a_gradient_by_much(length, told):
     turned = {name: length * (each + 0.22 * gradients(9)[name]) for name, each in gradients().items()}
     assert ("uneven_weights" in named(make_record(), make_record(changes=turned))) == told
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_ratio_of_small_numbers_is_a_count_where_the_loss_follows_it(follows):
+    wrong = make_record(scale=1.2, loss=0.3 if follows else 0.25, metrics={})
+    assert diagnose_records(make_record(metrics={}), wrong)["other_count"].score == pytest.approx(
+        0.85 if follows else 0.45 * 0.45 / 0.7  # without inputs of the loss, it is only possible
+    )

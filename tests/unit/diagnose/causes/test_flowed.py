@@ -61,7 +61,12 @@ def test_rows_and_calls_that_are_lost():
     right = calls(weights=POSITIVE)
     causes = dict(named(record(right), other([right[0], []])))
     assert causes["ranks_lost"] == 0.6
-    assert causes["other_data"] > 0.5
+    assert causes["other_data"] == 0.4
+    own_count = [
+        [row([24 / 10 * 0.5] * n, targets=[100 * at + k for k in range(n)]) for at, n in enumerate((4, 6))],
+        [],
+    ]
+    assert named(record(right), other(own_count))[0] == ("other_data", 0.6)
 
 
 def test_weights_that_turn_are_advantages_and_one_factor_of_a_baseline_is():
@@ -84,7 +89,7 @@ def test_a_penalty_gives_each_prediction_a_weight_of_its_own():
     context = POLICY | {"kl": 0.1}
     uneven = calls(lambda call, at, n, w: {"weights": [w * (1 + 0.05 * k * k) for k in range(n)]})
     causes = named(record(calls(), context=context), other(uneven, context=context))
-    assert [name for name, _ in causes[:3]] == ["one_term", "advantages", "ref_logprobs"]
+    assert [name for name, _ in causes[:3]] == ["one_term", "old_logprobs", "ref_logprobs"]
     assert causes[0][1] < 0.5
 
 
@@ -146,8 +151,105 @@ def test_a_preference_is_known_by_its_pairs():
 
 def test_distributions_of_a_teacher():
     right = record(calls(), likelihoods=0.0, context={"loss": "distillation"})
-    causes = named(right, other(calls(), likelihoods=0.0, context={"loss": "distillation"}))
+    uneven = calls(lambda call, at, n, w: {"weights": [w * (1 + 0.1 * k) for k in range(n)]})
+    causes = named(right, other(uneven, likelihoods=0.0, context={"loss": "distillation"}))
     assert [name for name, _ in causes[:2]] == ["ref_logprobs", "other_loss"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [(lambda call, at, n: 12 / sum(LENGTHS[call]), "mean_per_rows"), (lambda call, at, n: 6 / n, "mean_per_documents")],
+)
+def test_factors_of_rows_are_read_off_gradients_of_any_loss(factor, cause):
+    context = {"loss": "distillation", "micro_batches": 2}
+    right = record(calls(), likelihoods=0.0, context=context)
+    assert named(right, other(times(factor), likelihoods=0.0, context=context))[0] == (cause, 0.93)
+
+
+def test_other_predictions_of_whole_distributions_are_a_mask():
+    right = record(calls(), likelihoods=0.0, context={"loss": "distillation"})
+    fewer = calls(lambda call, at, n, w: {"weights": [w] * (n - 2), "targets": list(range(n - 2))})
+    assert named(right, other(fewer, likelihoods=0.0, context={"loss": "distillation"}))[0][0] == "other_mask"
+
+
+def test_a_term_of_whole_distributions_beside_a_likelihood_is_a_term():
+    right = record(calls(weights=POSITIVE))
+    uneven = calls(lambda call, at, n, w: {"weights": [w * (1 + 0.1 * k) for k in range(n)]}, weights=POSITIVE)
+    assert named(right, other(uneven, likelihoods=0.1))[0][0] == "one_term"
+
+
+def test_means_of_calls_that_are_added_are_not_divided_by_their_number():
+    context = {"micro_batches": 2}
+    added = times(lambda call, at, n: 24 / sum(LENGTHS[call]))
+    causes = named(record(calls(), context=context), other(added, context=context))
+    assert [name for name, _ in causes[:2]] == ["mean_per_rows", "times_micro_batches"]
+    averaged = dict(named(record(calls(), context=context), other(times(lambda call, at, n: 12 / sum(LENGTHS[call])))))
+    assert "times_micro_batches" not in averaged
+
+
+def test_rows_that_weigh_by_their_length_are_divided_together():
+    right = record(calls(), context=POLICY)
+    causes = named(right, other(times(lambda call, at, n: n / 4), context=POLICY))
+    assert causes[0] == ("uneven_weights", 0.48)
+
+
+PAIRS = ((0.5, -0.5), (0.3, -0.3))
+PREFERENCE = {"loss": "dpo"}
+
+
+def test_rows_of_a_preference_that_weigh_by_their_length_are_another_loss():
+    right = record(calls(weights=PAIRS), context=PREFERENCE)
+    by_length = other(times(lambda call, at, n: n / 4, PAIRS), loss=0.5, context=PREFERENCE)
+    assert named(right, by_length)[0] == ("other_loss", 0.85)
+
+
+def test_one_side_of_a_preference_without_a_gradient_is_detached():
+    right = calls(weights=PAIRS)
+    chosen = [[rows[0]] for rows in right]
+    causes = named(record(right, context=PREFERENCE), other(chosen, loss=0.5, context=PREFERENCE))
+    assert causes[0] == ("term_without_gradient", 0.7)
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(0.45, "other_loss"), (-1.0, "other_data")])
+def test_one_factor_at_margins_of_zero_is_a_strength_or_a_side(factor, cause):
+    right = record(calls(weights=PAIRS), context=PREFERENCE)
+    size = abs(factor)
+    scaled = other(
+        times(lambda call, at, n: factor, PAIRS),
+        loss=0.5 if size != 1 else 0.7,
+        norms=(size, 2 * size, 3 * size),
+        context=PREFERENCE,
+    )
+    assert dict(named(right, scaled)[:2])[cause] == 0.45
+
+
+def test_predictions_that_pull_the_other_way_are_no_other_update():
+    turned = record(times(lambda call, at, n: -1.0, PAIRS), context=PREFERENCE, number=-1)
+    right, wrong = before(
+        record(calls(weights=PAIRS), context=PREFERENCE), other(calls(weights=PAIRS), context=PREFERENCE)
+    )
+    wrong = dataclasses.replace(wrong, steps=(turned.steps[0], *wrong.steps[1:]))
+    assert named(right, wrong)[0][0] == "other_loss"
+
+
+def test_norms_that_agree_do_not_prove_a_gradient_whose_predictions_turn():
+    right = record(calls(), context=POLICY)
+    turned = record(times(lambda call, at, n: -1.0), loss=-0.5, context=POLICY)
+    assert dict(named(right, turned)).get("loss_alone", 0.0) < 0.5
+
+
+@pytest.mark.parametrize("term", ["bonus", "normaliser"])
+def test_a_slope_next_to_an_entropy_is_no_temperature(term):
+    right, wrong = record(calls(), context=POLICY), other(calls(), slope=0.9, context=POLICY)
+    seen = wrong.steps[0].observed["outputs"]
+    seen |= {"bonus": 0.05} if term == "bonus" else {"slopes": [0.8, 1.0]}
+    assert "temperature" not in dict(named(right, wrong))
+
+
+def test_a_squared_normaliser_next_to_right_weights_is_a_term():
+    right, wrong = record(calls(weights=POSITIVE)), other(calls(weights=POSITIVE))
+    right.steps[0].observed["outputs"]["normaliser"] = 1e-4
+    assert named(right, wrong)[0] == ("one_term", 0.93)
 
 
 def test_other_outputs_are_no_difference_where_no_number_differs():

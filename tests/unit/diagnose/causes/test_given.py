@@ -28,7 +28,18 @@ class Model(nn.Module):
 
 
 def run(
-    folder, *, first=0, shift=0, keep=2, allowed=True, clear=True, calls=2, again=False, lost=False, precision="float32"
+    folder,
+    *,
+    first=0,
+    shift=0,
+    keep=2,
+    allowed=True,
+    clear=True,
+    calls=2,
+    again=False,
+    lost=False,
+    wide=1,
+    precision="float32",
 ):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,10 +47,10 @@ def run(
         for ids in STEPS:
             ids = STEPS[0] if again else ids
             labels = torch.where(torch.arange(LENGTH) >= keep, ids.roll(-1 - shift, 1), -100)
-            mask = torch.ones(LENGTH, LENGTH).tril().bool() if allowed else torch.ones(LENGTH, LENGTH).bool()
+            mask = torch.arange(LENGTH) >= (2 if allowed else 0)
             for part in list(zip(ids.chunk(2), labels.chunk(2), strict=True))[:calls]:
                 positions = (torch.arange(LENGTH) + first).expand(len(part[0]), LENGTH)
-                loss = model(part[0], positions, mask.expand(len(part[0]), LENGTH, LENGTH), part[1]) / 2
+                loss = model(part[0], positions, mask.expand(len(part[0]), wide, LENGTH), part[1]) / 2
                 if lost:
                     optimizer.zero_grad()
                 loss.backward()
@@ -57,7 +68,7 @@ def run(
         ({"shift": 1}, "other_targets", "labels: "),
         ({"keep": 0}, "other_mask", "labels: 48 of 48 count, not 36"),
         ({"first": 3}, "position_ids", "positions that the model is given: 48 values are others"),
-        ({"allowed": False}, "attention_to_padding", "attention mask: 100% of it allow, not 56%"),
+        ({"allowed": False}, "attention_to_padding", "attention mask: 100% of it allow, not 75%"),
         ({"calls": 1}, "ranks_lost", "24 tokens, with padding, enter the model in 1 calls, not 48 in 2"),
         ({"clear": False}, "gradients_not_cleared", "in step 1 the first backward met a gradient"),
         ({"lost": True}, "ranks_lost", "0 of 1 later backwards met the gradient of those before, not 1"),
@@ -106,6 +117,12 @@ def test_a_mask_of_rows_that_hold_several_documents_is_attention_across_them(tmp
             for each in records
         ]
         assert wb.diagnose(*packed).causes[0].name == cause
+
+
+def test_a_mask_of_pairs_of_tokens_keeps_documents_apart(tmp_path):
+    right, wrong = (run(tmp_path / str(allowed), allowed=allowed, wide=LENGTH) for allowed in (True, False))
+    causes = [(cause.name, cause.score) for cause in wb.diagnose(right, wrong).causes[:2]]
+    assert causes == [("attention_across_documents", 0.7), ("attention_to_padding", 0.45)]
 
 
 def test_fewer_tokens_of_another_layout_are_no_lost_data(tmp_path):

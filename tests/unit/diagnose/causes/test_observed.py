@@ -294,3 +294,24 @@ def test_clipping_after_some_backwards_is_another_clipping(after, named, tmp_pat
             optimizer.step()
     causes = wb.diagnose(tmp_path / "right", tmp_path / "wrong").causes
     assert (causes[0].name == "gradient_clipping" and "after 1 of 2 backwards" in causes[0].evidence[0]) is named
+
+
+def test_another_rule_of_clipping_is_no_other_setting(tmp_path):
+    def by_value(folder, *, value):
+        loop = Loop(folder, kind=torch.optim.SGD)
+        with wb.Recorder(folder, loop.model, loop.optimizer, gradients="full") as recorder:
+            for data in DATA.chunk(2):
+                loop.model(data).square().mean().backward()
+                recorder.take_gradients()
+                parameters = list(loop.model.parameters())
+                if value:
+                    nn.utils.clip_grad_value_(parameters, 0.01)
+                else:
+                    nn.utils.clip_grad_norm_(parameters, 0.01)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        return folder
+
+    diagnosis = wb.diagnose(by_value(tmp_path / "right", value=False), by_value(tmp_path / "wrong", value=True))
+    assert diagnosis.causes[0].name == "gradient_clipping", str(diagnosis)
+    assert diagnosis["optimizer_settings"].score == 0.7

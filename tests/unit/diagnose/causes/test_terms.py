@@ -89,3 +89,34 @@ def test_another_loss_that_multiplies_every_gradient_is_a_factor():
     assert diagnosis.causes[0].name == "unnamed_factor", str(diagnosis)
     turned = diagnose_records(make_record(), make_record(tokens=other, loss=0.25 / 60, changes=mixed([""])))
     assert turned.causes[0].name == "other_loss", str(turned)
+
+
+def test_the_loss_moves_by_what_its_only_noted_term_does():
+    right = make_record(metrics={"loss/z": 0.05}, tokens={})
+    dropped = make_record(metrics={"loss/z": 0.0}, tokens={}, loss=0.2, changes=mixed([""]))
+    assert diagnose_records(right, dropped)["one_term"].score > 0.5
+    other = make_record(metrics={"loss/z": 0.0}, tokens={}, loss=0.3, changes=mixed([""]))
+    assert "one_term" not in [cause.name for cause in diagnose_records(right, other).causes]
+
+
+def test_terms_that_move_by_factors_of_their_own_are_weighed_otherwise():
+    right = make_record(metrics={"loss/distillation": 0.1, "loss/cross_entropy": 0.15}, tokens={})
+    metrics = {"loss/distillation": 0.04, "loss/cross_entropy": 0.24}
+    assert first_of(right, make_record(metrics=metrics, tokens={}, loss=0.28, changes=mixed([""]))) == "one_term"
+
+
+@pytest.mark.parametrize(
+    ("noted", "cause"), [(("advantages", "ref_logprobs"), "one_term"), (("ref_logprobs",), "other_loss")]
+)
+def test_values_of_a_loss_of_several_parts_that_nothing_explains_are_of_one_of_them(noted, cause):
+    draw = torch.Generator().manual_seed(2)
+    there = tokens() | {name: torch.rand(18, generator=draw, dtype=torch.float64) for name in noted}
+    moved = there | {"losses": torch.rand(18, generator=draw, dtype=torch.float64)}
+    right = make_record(tokens=there, metrics={})
+    assert first_of(right, make_record(tokens=moved, metrics={}, loss=0.4, changes=mixed([""]))) == cause
+
+
+def test_terms_of_right_values_differ_by_weights_of_tokens():
+    right = make_record(metrics={"loss/policy": 0.1, "loss/kl": 0.15})
+    wrong = make_record(metrics={"loss/policy": 0.04, "loss/kl": 0.24}, loss=0.28, changes=mixed([""]))
+    assert first_of(right, wrong) == "uneven_weights"

@@ -313,3 +313,25 @@ def test_first_tokens_that_train_are_targets_of_the_document_before():
     assert diagnosis.causes[0].evidence[0].startswith("2 first tokens of documents train")
     assert diagnosis.causes[0].score > 0.9
     assert diagnose_records(right, made((6, 7), 0.4))["targets_at_document_ends"].score < 0.9
+
+
+def test_documents_that_were_noted_and_train_now_are_another_mask_and_no_data():
+    first = padded()
+    masked = {"trained": lambda kept: kept["trained"] & (kept["documents"] != 5)}
+    diagnosis = diagnose_records(padded(**masked), first)
+    assert diagnosis.causes[0].name == "other_mask", str(diagnosis)
+
+
+@pytest.mark.parametrize(("own", "cause"), [(False, "ranks_lost"), (True, "other_data")])
+def test_what_is_left_of_a_step_is_divided_by_its_own_count_where_the_rest_was_not_given(own, cause):
+    losses = {"losses": lambda kept: 1.0 + kept["trained"] * (kept["documents"] % 2)}
+
+    def summed(record, count):
+        tokens = record.steps[0].tokens
+        step = replace(record.steps[0], loss=float(tokens["losses"][tokens["trained"].bool()].sum()) / count)
+        return replace(record, steps=(step,))
+
+    right, wrong = padded(**losses), padded(gone=(2, 3), **losses)
+    left = int(wrong.steps[0].tokens["trained"].sum())
+    diagnosis = diagnose_records(summed(right, 24), summed(wrong, left if own else 24))
+    assert diagnosis.causes[0].name == cause, str(diagnosis)
