@@ -335,6 +335,7 @@ def test_a_closed_recorder_sees_no_clipping_even_below_another_one(tmp_path):
 
 @pytest.mark.usefixtures("nobody_watches")
 def test_a_recorder_that_nobody_closed_is_not_kept_alive(tmp_path):
+    gc.collect()  # recorders that earlier tests left
     clip, backward = nn.utils.clip_grad_norm_, torch.autograd.backward
     model = model_of()
     recorder = Recorder(tmp_path / "mine", model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -145,6 +145,7 @@ class TestAlone:
         last = loss_of(model, DATA)
         last.backward()
         optimizer.step()
+        recorder.close()
         assert steps_of(folder)[1]["loss"] == last.item()
 
     def test_nothing_changes_for_the_trainer(self, folder):
