@@ -16,6 +16,7 @@ from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
+from experiments.mismatch_lab import page as lab_page
 from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
 from experiments.sensitivity import page as sensitivity_page
@@ -86,6 +87,7 @@ def page() -> str:
         sensitivity(),
         attribution(),
         attribution_gpu(),
+        mismatch_lab(),
         drift(),
         engine_matrix(),
         first_minutes(),
@@ -742,6 +744,20 @@ def attribution_gpu() -> str:
 
 
 KEYS_OF_GAPS = ("gap", "rest", "floor")
+
+
+def mismatch_lab() -> str:
+    """Corrections on one recorded gap, and in online runs over seeds."""
+    record = _record("mismatch_lab/mismatch_lab.json")
+    return _section(
+        "Corrections of the gap between trainer and sampler",
+        lab_page.answer(record),
+        lab_page.GAP_CAPTION,
+        _table(lab_page.GAP_HEAD, lab_page.gap_rows(record), right=range(1, 8)),
+        lab_page.ONLINE_CAPTION,
+        _table(lab_page.ONLINE_HEAD, lab_page.online_rows(record), right=(2, 3, 5, 6, 8, 9)),
+        _source("mismatch_lab/mismatch_lab.json", "mismatch_lab/report.html", "python -m workbench bench mismatch_lab"),
+    )
 
 
 def drift() -> str:

@@ -18,6 +18,7 @@ import torch
 import workbench as wb
 from experiments.attribution.cases import Bench, Case, Engine, clean, in_dtype, pairs, prompts, singles
 from experiments.attribution.page import write_attribution_report
+from workbench.atomic import from_json
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.documents import read_documents
@@ -36,8 +37,13 @@ FIRST, BOTH, ACCUSED = 0.9, 0.8, 0.01
 """Bars of the issue: share of singles named first, of pairs with both named, of clean cases accused."""
 DRAWS = 2
 """Of each floor: thresholds come from its documents, drawn with replacement."""
-DOCUMENTS = 24
-"""Completions on which a floor is measured; three times as many of small decoders: few routes flip, and far."""
+DOCUMENTS, TOKENS = 24, 24
+"""Completions on which a floor is measured, three times as many of small decoders, and their tokens."""
+RARE = 10
+"""Times as many of a mixture in float16. A route that flips moves a token by some hundred roundings, and 1 or 2 of 72
+completions have one: their count alone moves the mean by a third. Of 720 some 20 have, and it is known to a tenth."""
+FAR = 12
+"""Medians beyond which a token is far from the truth: six standard deviations and more, were there rounding alone."""
 STEPS, STUCK = 10, 5
 """Steps of the run, and the step after which the sampler's weights are no longer renewed."""
 
@@ -49,10 +55,14 @@ def measure(
 
     Args:
         pairs: clean cases; 0 takes `CLEAN`.
-        only: kinds of decoders; all if none is named.
+        only: kinds of decoders; all if none is named. With "floors" before them, their floors alone are measured again,
+            and the rest is kept as it was saved.
         report_progress: called with progress messages.
     """
     start, kinds = time.monotonic(), only or tuple(kind for kind, _ in BENCHES)
+    if only[:1] == ("floors",):
+        saved = from_json((Path(__file__).parent / "attribution.json").read_text())
+        return floors_again(saved, only[1:], report_progress)
     with tempfile.TemporaryDirectory() as temporary:
         benches = benches_in(Path(temporary), kinds)
         floors = [row for bench in benches for row in both_floors(bench, report_progress)]
@@ -60,6 +70,16 @@ def measure(
         right = clean_rows(benches, range(pairs or CLEAN), report_progress)
         history = run_over_steps(benches[0])
     return record_of(floors, planted, right, history, time.monotonic() - start)
+
+
+def floors_again(
+    saved: Mapping[str, Any], kinds: Sequence[str], report_progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Return a saved record with the floors of some kinds of decoders, or of all, measured again."""
+    with tempfile.TemporaryDirectory() as temporary:
+        fresh = [row for bench in benches_in(Path(temporary), kinds) for row in both_floors(bench, report_progress)]
+    by_name = {(row["kind"], row["size"], row["precision"]): row for row in [*saved["floors"], *fresh]}
+    return record_of(list(by_name.values()), saved["planted"], saved["clean"], saved["steps"], saved["seconds"])
 
 
 def benches_in(folder: Path, kinds: Sequence[str] = ()) -> list[Bench]:
@@ -121,32 +141,53 @@ def clean_rows(
 
 def both_floors(bench: Bench, report_progress: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """The floor of each precision by random rounding, and by the distance of the computation itself from its truth."""
+    rows = []
+    for precision in ("float32", "bfloat16", "float16"):
+        rows.append(floor_row(bench, precision, documents_of(bench, precision)))
+        report_progress(f"floor {bench.kind} {bench.size} {precision}: {rows[-1]['ratio']:.3f}")
+    return rows
+
+
+def documents_of(bench: Bench, precision: str) -> int:
+    """Completions on which a floor is measured."""
+    return (
+        DOCUMENTS * (3 if bench.size == "small" else 1) * (RARE if (bench.kind, precision) == ("moe", "float16") else 1)
+    )
+
+
+def floor_row(bench: Bench, precision: str, documents: int) -> dict[str, Any]:
+    """Row of the record: the floor of one precision by both methods."""
     bench = copy.copy(bench)
-    bench.count, bench.tokens = DOCUMENTS * (3 if bench.size == "small" else 1), 24
+    bench.count, bench.tokens = documents, TOKENS
     bench.rows = prompts(bench.count, 11)
     trainer, sampler = sides({"model": bench.model}, bench.records(Engine(bench.model)))
     computation = Computation(trainer, read_documents(sampler.rollouts))
-    rows = []
-    for precision in ("float32", "bfloat16", "float16"):
-        real = []
-        for kernel in ("sdpa", "eager"):  # two computations of one precision: each has a rounding of its own
-            own = Configuration(precision=precision, attention=kernel)
-            real.append(computation.column(own) - truth(computation, own))
-        drawn = noise_of(computation, Configuration(precision=precision), draws=DRAWS, seed=0)
-        figures = [float(torch.as_tensor(values).abs().mean()) for values in (drawn, torch.stack(real))]
-        rows.append(
-            {
-                "kind": bench.kind,
-                "size": bench.size,
-                "precision": precision,
-                "drawn": figures[0],
-                "real": figures[1],
-                "ratio": figures[0] / figures[1],
-                "tokens": drawn.shape[1],
-            }
-        )
-        report_progress(f"floor {bench.kind} {bench.size} {precision}: {rows[-1]['ratio']:.3f}")
-    return rows
+    real = []
+    for kernel in ("sdpa", "eager"):  # two computations of one precision: each has a rounding of its own
+        own = Configuration(precision=precision, attention=kernel)
+        real.append(computation.column(own) - truth(computation, own))
+    drawn_KT, real_KT = (
+        noise_of(computation, Configuration(precision=precision), draws=DRAWS, seed=0),
+        torch.stack(real),
+    )
+    figures = [float(values.abs().mean()) for values in (drawn_KT, real_KT)]
+    far = FAR * float(real_KT.abs().median())
+    return {
+        "kind": bench.kind,
+        "size": bench.size,
+        "precision": precision,
+        "drawn": figures[0],
+        "real": figures[1],
+        "ratio": figures[0] / figures[1],
+        "tokens": drawn_KT.shape[1],
+        "documents": documents,
+        "far_documents": [_documents_with(values, far) for values in (drawn_KT, real_KT)],
+    }
+
+
+def _documents_with(values_KT: torch.Tensor, far: float) -> float:
+    """Documents with a token that is further than this from the truth, in the mean of the draws."""
+    return float((values_KT.abs() > far).unflatten(1, (-1, TOKENS)).any(2).sum(1).double().mean())
 
 
 def planted_rows(bench: Bench, report_progress: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,7 +223,55 @@ def liger(folder: str) -> tuple[Call, list[str]]:
     return call, [name for name in inspect.signature(loss_class.__init__).parameters if name != "self"]
 
 
-SYSTEMS = {"openrlhf": openrlhf, "verl": verl, "trl": trl, "areal": areal, "liger": liger}
+def skyrl(folder: str) -> tuple[Call, list[str]]:
+    """Policy losses of SkyRL, with the division of the advantages before them and the penalties after them."""
+    packages = ["skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"]
+    prepare(folder, [*packages, "skyrl.train", "skyrl.train.config"], ["ray", "skyrl_gym", "cloudpickle"])
+    importlib.import_module("ray").is_initialized = lambda: False  # registries stay in this process
+    config_of = importlib.import_module("skyrl.train.config.config")
+    sys.modules[
+        "skyrl.train.config"
+    ].AlgorithmConfig = config_of.AlgorithmConfig  # of the __init__ that is not executed
+    utils = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+    kinds = {"off_policy_correction": config_of.OffPolicyCorrectionConfig, "sapo": config_of.SAPOConfig}
+    kinds |= {"cispo": config_of.CISPOConfig, "dppo": config_of.DPPOConfig}
+
+    def call(case: Case, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+        options, x, mask = dict(case["config"]), arrays["logprobs"], arrays["mask"]
+        config = config_of.AlgorithmConfig(
+            **{name: kinds[name](**value) if name in kinds else value for name, value in options.items()}
+        )
+        sizes = arrays["group_ids"][:, 0].unique_consecutive(return_counts=True)[1].tolist()
+        scaled = utils.apply_loss_reduction_to_advantages_minibatch(
+            arrays["advantages"], mask, config.loss_reduction, len(mask), config.max_seq_len,
+            prompt_boundaries=list(itertools.pairwise([0, *itertools.accumulate(sizes)])),
+        )  # fmt: skip
+        loss, of_loss = utils.PolicyLossRegistry.get(config.policy_loss_type)(
+            x,
+            arrays["old_logprobs"],
+            scaled,
+            config=config,
+            loss_mask=mask,
+            rollout_logprobs=arrays["rollout_logprobs"],
+        )
+        numbers = {f"policy/loss_metrics/{name}": value for name, value in of_loss.items()}
+        entropy = utils.masked_mean(arrays["entropies"], mask)
+        numbers["policy/policy_entropy"] = entropy
+        if config.use_entropy_loss:
+            loss = loss - entropy * config.entropy_loss_coef
+        if config.use_kl_loss:
+            of_tokens = utils.compute_approx_kl(
+                x, arrays["ref_logprobs"], loss_mask=mask, kl_estimator_type=config.kl_estimator_type
+            )
+            kl = utils.masked_mean(of_tokens, mask, dim=-1).mean()
+            numbers["policy/policy_kl"] = kl
+            loss = loss + kl * config.kl_loss_coef
+        return loss, x, numbers
+
+    return call, [field.name for field in fields(config_of.AlgorithmConfig)]
+
+
+SYSTEMS = {"openrlhf": openrlhf, "verl": verl, "trl": trl, "areal": areal, "liger": liger, "skyrl": skyrl}
 
 
 # ---- results -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ KINDS = {
     "trl": ("policy_loss", "GRPOTrainer._compute_loss"),
     "areal": ("policy_loss", "ppo_actor_loss_fn"),
     "liger": ("fused_linear_policy_loss", "LigerFusedLinearGRPOLoss"),
+    "skyrl": ("policy_loss", "PolicyLossRegistry.get"),
 }
 """System -> (kind of replay, function)."""
 
@@ -75,6 +76,10 @@ def _taken(
     if system == "verl":
         weights = {"is_weights": arrays["entropies"] + 0.1} if choose.random() < 0.3 else {}
         return {name: arrays[name] for name in names} | weights
+    if system == "skyrl":
+        prompts = torch.tensor([0, 0, 1, 1, 1])[:, None].expand(ROWS, LENGTH).clone()
+        sampler = arrays["rollout_logprobs"].clamp(max=-0.001)  # dppo takes its probability
+        return {**arrays, "rollout_logprobs": sampler, "group_ids": prompts}
     of_weights = {"token": arrays["entropies"] + 0.1, "sequence": arrays["entropies"][:, :1] + 0.1}
     weights = {"is_weights": of_weights[config["vllm_is"]]} if config.get("vllm_is") else {}
     if system == "trl":
@@ -214,11 +219,44 @@ def _areal(choose: random.Random) -> dict[str, Any]:
     }
 
 
+def _skyrl(choose: random.Random) -> dict[str, Any]:
+    kind = choose.choice(("regular", "dual_clip", "gspo", "cispo", "sapo", "rollout_is", "dppo", "importance_sampling"))
+    corrections: tuple[dict[str, Any], ...] = (
+        {},
+        {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.05},
+        {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.1},
+        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.97, "geo_mask_high": 1.02},
+        {"sequence_mask_metric": "product", "product_mask_low": 0.9, "product_mask_high": 1.2},
+        {"outlier_token_is_threshold_low": 0.8, "outlier_token_is_threshold_high": 1.3, "tis_ratio_type": "token"},
+        {"token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 1.15, "tis_ratio_type": "token"},
+    )
+    corrected = kind not in ("rollout_is", "importance_sampling") and choose.random() < 0.6
+    divergence = choose.choice(("binary_tv", "binary_kl"))
+    return {
+        "policy_loss_type": kind,
+        "loss_reduction": choose.choice(("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")),
+        "max_seq_len": 9,
+        "eps_clip_low": choose.choice((0.2, 0.05)),
+        "eps_clip_high": choose.choice((0.2, 0.28)),
+        "clip_ratio_c": 1.5,
+        "use_kl_loss": choose.random() < 0.5,
+        "kl_loss_coef": 0.07,
+        "kl_estimator_type": choose.choice(("k1", "k2", "k3", "abs")),
+        "use_entropy_loss": choose.random() < 0.3,
+        "entropy_loss_coef": 0.02,
+        "off_policy_correction": choose.choice(corrections) if corrected else {},
+        "sapo": {"tau_pos": 0.8, "tau_neg": 1.05},
+        "cispo": {"cispo_eps_clip_low": choose.choice((0.0, 0.1)), "cispo_eps_clip_high": 0.3},
+        "dppo": {"dppo_type": divergence, "delta_low": 0.05, "delta_high": 0.03},
+    }
+
+
 OPTIONS: Mapping[str, Callable[[random.Random], dict[str, Any]]] = {
     "openrlhf": _openrlhf,
     "verl": _verl,
     "trl": _trl,
     "areal": _areal,
     "liger": _liger,
+    "skyrl": _skyrl,
 }
 """System -> its drawn options."""

@@ -35,6 +35,7 @@ PACKAGES = {
     "openrlhf": "openrlhf",
     "areal": "areal",
     "liger": "liger-kernel",
+    "skyrl": "skyrl",
 }
 """System -> its package on the index."""
 KNOWN: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {

@@ -42,6 +42,7 @@ MEASURED = [
         "sensitivity",
         "engine_matrix",
         "attribution",
+        "mismatch_lab",
     )
 ]
 ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [

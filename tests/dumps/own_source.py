@@ -20,3 +20,26 @@ def function(path: Path, name: str, names: dict[str, Any]) -> Any:
     scope = dict(names)
     exec(compile(ast.Module([*future, node], []), str(path), "exec"), scope)
     return scope[last]
+
+
+class Placeholder:
+    """A module, function or context of an engine that is imported and has no effect on what is written."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return Placeholder()
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None

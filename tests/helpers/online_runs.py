@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from workbench.records.directory import RunDirectory
-from workbench.rollouts.task import ArithmeticTask
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.task import ArithmeticTask, Task
+from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
+from workbench.train.checkpoint import build_policy
+from workbench.train.online import Online
 from workbench.train.worker import run_here
 
 BASE = {
@@ -48,3 +54,19 @@ def done(folder: Path, name: str = "run", continues: str | None = None, **change
     run_here(run, folder)
     assert run.status == "succeeded"
     return run
+
+
+def online_of(spec: RunSpec, mesh: Mesh | None = None, task: Task | None = None) -> Online:
+    """A policy at its first weights, and its sampler."""
+    policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
+    return Online(spec, policy, Path(), task=task or Digits())
+
+
+def sampled(number: int = 0, **changes: Any) -> RolloutBatch:
+    """A sampling of `spec_of` with some settings changed."""
+    return online_of(spec_of(**changes)).sample(number)[0]
+
+
+def fields(batch: RolloutBatch) -> dict[str, Tensor]:
+    """All fields of a batch, by name."""
+    return batch.token_fields() | batch.document_fields()

@@ -8,9 +8,14 @@ from __future__ import annotations
 import math
 
 
-def kept(probabilities, *, top_k=None, top_p=1.0, min_p=0.0):
-    """Return the set of kept ids: top-k, then the smallest set with mass p of what is left, then min-p."""
+def kept(probabilities, *, top_k=None, top_p=1.0, min_p=0.0, order="transformers"):
+    """Return the set of kept ids: top-k, then the smallest set with mass p of what is left, then min-p.
+
+    In the order of vLLM min-p comes first: top-k and top-p then see what it left.
+    """
     ranked = sorted(range(len(probabilities)), key=lambda v: (-probabilities[v], v))
+    if order == "vllm":
+        ranked = [v for v in ranked if probabilities[v] >= min_p * probabilities[ranked[0]]]
     left = [
         v for v in ranked if top_k is None or probabilities[v] >= probabilities[ranked[min(top_k, len(ranked)) - 1]]
     ]

@@ -2,6 +2,7 @@
 
 The modules, in the order in which a check is built:
 
+    reading.py          a step with one reading of its settings
     recompute.py        everything that a dump determines, in float64
     stages.py           stages, tolerances, comparison
     alternatives.py     mistakes in the loss, each as another reading of the step
@@ -24,7 +25,7 @@ from typing import Any
 from workbench.check.against import StepsCompared as StepsCompared
 from workbench.check.against import compare_steps
 from workbench.check.judging import judge
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.check.verdict import StepCheck as StepCheck
 from workbench.dumps.interchange import STEP, read_step
 from workbench.dumps.step import StepDump
@@ -33,13 +34,6 @@ from workbench.specs.losses import LossSpec
 from workbench.specs.reading import parse_spec
 from workbench.systems.registry import load_system
 from workbench.systems.translate import loss_spec
-
-WITHOUT_READER = {
-    "openrlhf": "OpenRLHF 0.11.2 writes nothing of a step but checkpoints and metrics",
-    "roll": "ROLL's pickles are not read: no release of it is on the package index whose writer could make a fixture",
-    "skyrl": "SkyRL's pickles are not read, and its options are not translated",
-}
-"""Trainer whose files are refused by name -> the reason."""
 
 
 def check_step(
@@ -119,12 +113,6 @@ def read_dump(dump: StepDump | Path | str, system: str = "") -> StepDump:
             found="a file, and no system",
             rule=f"a folder with {STEP}, or a file of a system with a reader",
             fix="name the system: system='verl' (--system verl)",
-        )
-    if system in WITHOUT_READER:
-        raise SpecError(
-            f"read a dump of {system}",
-            rule=WITHOUT_READER[system],
-            fix="write the interchange format: docs/guides/check-a-step.md",
         )
     reader = load_system(system).read_dump
     if reader is None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from workbench.check.matching import Matched, match_documents
 from workbench.check.numbers import Numbers
-from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.reading import Reading
+from workbench.check.recompute import Quantities, can_evaluate, recompute_advantages, recompute_loss
 from workbench.check.stages import RELATIVE, ROUNDING, STAGES, stage_of
 from workbench.columns import columns
 from workbench.dumps.step import LOGPROBS, StepDump

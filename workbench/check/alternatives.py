@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workbench.check.divisors import wrong_divisors
 from workbench.check.formulas import wrong_formulas
-from workbench.check.recompute import Reading, Whole
+from workbench.check.reading import Reading, Whole
 from workbench.dumps.step import LOGPROBS, StepDump
 from workbench.errors import WorkbenchError
 from workbench.specs.losses import LossSpec

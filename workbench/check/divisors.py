@@ -17,7 +17,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from workbench.check.recompute import Reading, Scale, weights_of
+from workbench.check.reading import Reading, Scale
+from workbench.check.recompute import weights_of
 from workbench.errors import WorkbenchError
 
 BY_TOKENS, BY_LENGTHS = ("token",), ("document",)
@@ -31,11 +32,17 @@ def wrong_divisors(reading: Reading) -> Iterator[tuple[str, str, Reading]]:
         for of, whose in (("", "the loss"), ("penalty", "the KL penalty"), ("policy", "the policy term")):
             if (of and not reading.spec.kl.coefficient) or (not of and "its own micro-batch" in text):
                 continue  # the second is a setting: `workbench.check.alternatives`
-            factor_T = torch.where(right_T > 0, other_T / right_T.clamp_min(1e-300), 1.0)
+            factor_T = _factor(reading, right_T, other_T, of)
             changed = replace(reading, scale=Scale(factor_T, of=of), counts=counts if of == "" else {})
             yield "denominator", f"{whose} is divided {text}", changed
     yield from _of_terms(reading, right_T)
     yield from _lost_pieces(reading)
+
+
+def _factor(reading: Reading, right_T: Tensor, other_T: Tensor, of: str) -> Tensor:
+    """[T] factor that turns the weights of a term into others; the penalty's may differ from the policy's."""
+    base_T = weights_of(reading, of) if of == "penalty" and reading.spec.compat.kl_denominator != "penalty" else right_T
+    return torch.where(base_T > 0, other_T / base_T.clamp_min(1e-300), 1.0)
 
 
 def _counts(reading: Reading, right_T: Tensor) -> Iterator[tuple[str, Tensor, dict[str, float]]]:
@@ -159,14 +166,16 @@ def _of_terms(reading: Reading, right_T: Tensor) -> Iterator[tuple[str, str, Rea
         "document_sum": "by documents",
         "raw": "by nothing",
     }
+    spec, own = reading.spec, reading.spec.compat.kl_denominator
+    present = {"policy": spec.denominator, "penalty": spec.denominator if own == "penalty" else own}
     for name, text in texts.items():
-        if name == reading.spec.denominator:
-            continue
         with contextlib.suppress(ValidationError, WorkbenchError):
             changes: dict[str, Any] = {"denominator": name, "denominator_constant": None}
             other_T = weights_of(reading.changed(**changes))
-            factor_T = torch.where(right_T > 0, other_T / right_T.clamp_min(1e-300), 1.0)
             for of, whose in (("penalty", "the KL penalty"), ("policy", "the policy term")):
+                if name == present[of]:
+                    continue
+                factor_T = _factor(reading, right_T, other_T, of)
                 text_of = f"{whose} is divided {text}, the other term is not"
                 yield "denominator", text_of, replace(reading, scale=Scale(factor_T, of=of))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.check.alternatives import Alternative, group_size, permutations
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.dumps.step import StepDump
 
 _SCALES = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.check.alternatives import Alternative, of_documents
 from workbench.check.numbers import Numbers
-from workbench.check.recompute import Reading, Scale
+from workbench.check.reading import Reading, Scale
 from workbench.diagnose.denominators import Named, names_of, sizes
 from workbench.dumps.step import StepDump
 from workbench.errors import listed

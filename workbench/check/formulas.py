@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from workbench.check.recompute import Reading, Wrong
+from workbench.check.reading import Reading, Wrong
 from workbench.dumps.step import StepDump
 from workbench.losses.build import build_loss
 from workbench.losses.corrections import apply_correction

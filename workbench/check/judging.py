@@ -34,7 +34,8 @@ from workbench.check.fitted import (
 )
 from workbench.check.memo import Memo
 from workbench.check.numbers import Numbers, recompute_numbers
-from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.reading import Reading
+from workbench.check.recompute import Quantities, can_evaluate, recompute_advantages, recompute_loss
 from workbench.check.screen import Screen
 from workbench.check.stages import (
     RELATIVE,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.reading import Reading
+from workbench.check.recompute import Quantities, can_evaluate, recompute_advantages, recompute_loss
 from workbench.check.stages import (
     ROUNDING,
     STAGES,

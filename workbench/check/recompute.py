@@ -9,14 +9,14 @@ Letters: T tokens | N documents.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from workbench.check.memo import Memo
+from workbench.check.reading import Reading
 from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
@@ -36,86 +36,6 @@ from workbench.systems.metrics import as_named_by, settings_of
 
 Quantities = Mapping[str, Tensor | float]
 """[T] values of tokens, and numbers under "losses/...", "counts/..." and "metrics/...", by name."""
-
-
-class Whole(dict[str, Any]):
-    """A group of settings that replaces the present one; any other dict changes it key by key."""
-
-
-Wrong = Callable[[Loss, LossInputs, LossSpec], dict[str, Term]]
-"""A loss with a mistake that no setting expresses: the right one, its inputs and settings -> the wrong terms."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Factors of the weights of tokens.
-
-    Attributes:
-        loss_T: [T] of their weight in the reported loss.
-        gradient_T: [T] in the gradient; None: the same.
-        of: the weights that are scaled: "policy", "penalty", or "" for all.
-    """
-
-    loss_T: Tensor
-    gradient_T: Tensor | None = None
-    of: str = ""
-
-    def apply(self, by_name: Mapping[str, TokenWeights], index_T: Tensor) -> dict[str, TokenWeights]:
-        """Scale the weights of a row, [t] or of one padding token if it is empty."""
-        if not len(index_T):
-            return dict(by_name)
-        loss_t = self.loss_T[index_T]
-        gradient_t = loss_t if self.gradient_T is None else self.gradient_T[index_T]
-
-        def scaled(weights: TokenWeights) -> TokenWeights:
-            if gradient_t is loss_t:
-                return weights.map(lambda weight_T: weight_T * loss_t)
-            return TokenWeights(weights.loss_T * loss_t, weights.gradient_T * gradient_t)
-
-        return {name: scaled(weights) if self.of in ("", name) else weights for name, weights in by_name.items()}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A step, and one reading of its settings; an alternative is another reading.
-
-    Attributes:
-        dump: the step.
-        spec: its loss.
-        estimator: the advantage estimator and its settings; None: not known.
-        of_advantages: a change of the [T] advantages after the estimator; of a mistake that is no estimator.
-        factor: of the whole loss, beyond the spec.
-        wrong: the loss, if it has a mistake that no setting expresses.
-        scale: of the weights of tokens, beyond the spec.
-        counts: counts that the trainer would have recorded, by name; others are those of the step.
-        memo: results shared with other readings of the step; None: nothing is kept.
-    """
-
-    dump: StepDump
-    spec: LossSpec
-    estimator: tuple[str, Mapping[str, Any]] | None = None
-    of_advantages: Callable[[StepDump, Tensor], Tensor] | None = None
-    factor: float = 1.0
-    wrong: Wrong | None = None
-    scale: Scale | None = None
-    counts: Mapping[str, float] = field(default_factory=dict)
-    memo: Memo | None = field(default=None, repr=False, compare=False)
-
-    def changed(self, **settings: Any) -> Reading:
-        """Return the reading with other settings of its loss, validated; groups are merged key by key."""
-        merged = {
-            name: {**getattr(self.spec, name).model_dump(), **value} if type(value) is dict else value
-            for name, value in settings.items()
-        }
-        return replace(self, spec=LossSpec.model_validate({**self.spec.model_dump(), **merged}))
-
-    def with_tokens(self, **values: Tensor | None) -> Reading:
-        """Return the reading of a step with other values of tokens; they may break the rules of a dump."""
-        return replace(self, dump=self.dump.reread(tokens={**self.dump.tokens, **values}))
-
-    def with_documents(self, **values: Tensor) -> Reading:
-        """Return the reading of a step with other values of documents."""
-        return replace(self, dump=self.dump.reread(documents={**self.dump.documents, **values}))
 
 
 def recompute_advantages(reading: Reading) -> Tensor | None:
@@ -246,13 +166,14 @@ def _loss(reading: Reading) -> Loss:
     return right if wrong is None else lambda inputs: wrong(right, prepare_inputs(inputs, spec), spec)
 
 
-def weights_of(reading: Reading) -> Tensor:
-    """Return [T] factors of the policy's values in the loss, 0 where nothing trains."""
+def weights_of(reading: Reading, of: str = "policy") -> Tensor:
+    """Return [T] factors of the policy term's values, or of the KL "penalty"'s, in the loss; 0 where nothing trains."""
+    name = "policy" if of != "penalty" else reading.spec.compat.kl_denominator
     indices = _rows(reading.dump)
     weights, _ = _weights(reading, indices, 0.0)
     whole_T = torch.zeros(len(reading.dump.document_ids_T), dtype=torch.float64)
     for by_name, index_T in zip(weights, indices, strict=True):
-        whole_T[index_T] = by_name["policy"].loss_T[: len(index_T)]
+        whole_T[index_T] = by_name[name].loss_T[: len(index_T)]
     return whole_T
 
 

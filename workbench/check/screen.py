@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.check.numbers import Numbers
-from workbench.check.recompute import Quantities, Reading, recompute_loss
+from workbench.check.reading import Reading
+from workbench.check.recompute import Quantities, recompute_loss
 from workbench.check.stages import STAGES, stage_of, tolerances
 
 LONG = 65_536

@@ -129,7 +129,7 @@ def compare(
             where_T = torch.ones_like(dump.loss_mask_T) if name in EVERYWHERE else dump.loss_mask_T
             results[name] = _tokens(name, value, torch.as_tensor(other), torch.as_tensor(bound), where_T)
         else:
-            mean = expected.get(name.replace("metrics/", "means/"), other)
+            mean = expected.get(f"means/{name.removeprefix('metrics/')}", other)
             numbers = [float(other), float(mean)]
             results[name] = _number(name, float(value), numbers, float(bound))
     return results

@@ -58,6 +58,10 @@ BENCHMARKS = {
         "attribution.measure",
         "whether causes planted between trainer and sampler are named, and whether the floor is right",
     ),
+    "mismatch_lab": (
+        "mismatch_lab.measure",
+        "what corrections for the gap between trainer and sampler discard, and their effect against the seeds' spread",
+    ),
     "attribution_gpu": (
         "attribution_gpu.measure",
         "which causes a gap has whose sampler runs in bfloat16 and FP8 on a GPU, with the Qwen3-0.6B architecture",

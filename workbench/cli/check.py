@@ -24,6 +24,7 @@ def check(
     against: Path | None = None,
     against_system: str | None = None,
     against_settings: Path | None = None,
+    page: Path | None = None,
 ) -> int:
     """Recompute the loss of a trainer's step from its dump, and name the first stage that differs, with its cause.
 
@@ -40,6 +41,7 @@ def check(
             that differs, and the settings that do it.
         against_system: The trainer that wrote it; by default as that dump says.
         against_settings: YAML with its settings; by default those of that dump.
+        page: HTML file to write: stages, causes and every token of the documents that differ, without a network.
     """
     given = {} if settings is None else _settings(settings)
     other = {} if against_settings is None else _settings(against_settings)
@@ -54,6 +56,10 @@ def check(
 
     second = None if against is None else check_step(against, system=against_system, **other)
     result = check_step(dump, system=system, on_policy=on_policy or None, against=second, **given)
+    if page is not None:
+        from workbench.report.checked_step import write_page  # report imports matplotlib
+
+        write_page(result, page)
     if not answered(result.as_json):
         print_lines(safe_lines(str(result)))
     return 0 if result.ok else 1

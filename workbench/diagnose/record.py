@@ -47,7 +47,7 @@ from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
 from workbench.specs.precision import CHANGES
 from workbench.specs.run import RunSpec
-from workbench.train.online import with_advantages
+from workbench.train.old_pass import with_advantages
 from workbench.train.step import compute_advantages, pack_step, plan_row
 
 _NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def completion(path: Path, where: str, row: Mapping[str, Tensor]) -> dict[str, T
     return {**own, "token_mask": torch.ones_like(own["loss_mask"], dtype=torch.bool)}
 
 
+def count_of(flags: Tensor) -> float:
+    """Return the number of flags that are on."""
+    return float(torch.count_nonzero(flags))
+
+
+def sums_of_rows(value_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """Return [B] sums of values over the tokens of a mask, in float64."""
+    return torch.where(mask_BC, value_BC.double(), 0.0).sum(1)
+
+
 def groups_of_prompts(prompts: Sequence[Tensor]) -> Tensor:
     """Return [N] numbers of the prompts: documents of the same prompt tokens are one group."""
     return numbered([json.dumps(prompt.tolist()) for prompt in prompts])
@@ -165,6 +176,29 @@ def total_of(columns: Sequence[Sequence[Any]]) -> list[float]:
     """Return the sum of several rewards of each document; one that was not scored (None, NaN) adds nothing."""
     scored = [[0.0 if value is None or value != value else float(value) for value in column] for column in columns]
     return [sum(values) for values in zip(*scored, strict=True)]
+
+
+MICRO_BATCH = re.compile(r"rank_(?P<rank>\d+)_micro_(?P<micro>\d+)\.pt")
+
+
+def micro_batch_files(path: Path) -> dict[tuple[int, int], Path]:
+    """Return (rank, micro-batch) -> file, in this order, of a folder of `rank_R_micro_M.pt`; a file is one alone.
+
+    Raises:
+        RecordError: no such file in the folder, two of one micro-batch, or a rank or a micro-batch that is missing.
+    """
+    rule = "rank_R_micro_M.pt, one for each rank and micro-batch of an optimizer step"
+    if not path.is_dir():
+        return {(0, 0): path}
+    named = [(match, file) for file in path.iterdir() if (match := MICRO_BATCH.fullmatch(file.name))]
+    files = {(int(match["rank"]), int(match["micro"])): file for match, file in named}
+    if not files or len(files) < len(named):
+        raise refuse_names(path, "two files of one micro-batch" if files else "no such file", rule)
+    ranks, micro = (1 + max(place[axis] for place in files) for axis in (0, 1))
+    for place in ((rank, number) for rank in range(ranks) for number in range(micro)):
+        if place not in files:
+            raise refuse_names(path, f"no micro-batch {place[1]} of rank {place[0]}", rule)
+    return dict(sorted(files.items()))
 
 
 def refuse_names(path: Path, found: str, rule: str) -> RecordError:

@@ -1,11 +1,12 @@
-"""Constructors of the containers in which verl and other trainers keep a batch: `TensorDict` and `DataProto`.
+"""Constructors of the containers in which trainers keep a batch: `TensorDict`, `DataProto` and `TrainingInputBatch`.
 
 They give the restricted reader (`workbench.rollouts.torch_files`) the contents as plain dicts of tensors; the packages
-themselves are not imported. Read from tensordict 0.15.3 and verl 0.9.1.
+themselves are not imported. Read from tensordict 0.15.3, verl 0.9.1 and SkyRL 0.3.0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import RecordError
-from workbench.rollouts.pickles import Known
+from workbench.rollouts.pickles import Global, Known
 from workbench.rollouts.torch_files import read_restricted
 
 
@@ -78,10 +79,49 @@ def _data_proto(_: tuple[Any, ...], state: Any) -> DataProto:
 
 
 KNOWN = Known(
-    calls={"tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated},
+    calls={
+        "tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated,
+        "tensordict._reductions._make_td": lambda _, state: dict(state["_tensordict"]),
+    },
     states={
         "tensordict._td.TensorDict": lambda _, state: dict(state["_tensordict"]),
         "verl.protocol.DataProto": _data_proto,
     },
 )
 """`TensorDict` and `verl.DataProto`."""
+
+
+class TrainingInputBatch(NamedTuple):
+    """Contents of SkyRL's `TrainingInputBatch`.
+
+    Attributes:
+        tensors: by name; None where SkyRL has None.
+        metadata: other data.
+    """
+
+    tensors: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def _training_input(_: Any, state: Mapping[str, Any]) -> TrainingInputBatch:
+    return TrainingInputBatch(
+        {name: _skyrl_tensor(value) for name, value in state["batch_dict"].items()}, dict(state["metadata"] or {})
+    )
+
+
+def _skyrl_tensor(value: Any) -> Any:
+    """Tensor of `_serialize_tensor`; lists of tensors are those of images, and are not read."""
+    if value is None or value.get("format") == "tensor_list":
+        return None
+    if value.get("format") == "torch":
+        return read_restricted(value["data"], what="a tensor of a TrainingInputBatch")
+    array = np.frombuffer(value["data"], dtype=np.dtype(str(value["dtype"])))
+    return torch.from_numpy(array.reshape(tuple(value["shape"])).copy())
+
+
+_SKYRL_MODULE = "skyrl.backends.skyrl_train.training_batch"
+SKYRL = Known(
+    constants={f"{_SKYRL_MODULE}.TrainingInputBatch": Global(f"{_SKYRL_MODULE}.TrainingInputBatch")},
+    calls={f"{_SKYRL_MODULE}._rebuild_tensor_batch": _training_input},
+)
+"""`TrainingInputBatch` of SkyRL."""

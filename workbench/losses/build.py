@@ -96,7 +96,8 @@ def build_loss(spec: LossSpec, project: Path | None = None) -> Loss:
             policy = apply_correction(policy, inputs, spec.correction)
             terms["policy"] = policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)
         if spec.kl.coefficient and spec.kl.placement == "loss":
-            terms["kl"] = kl_term(inputs, spec.kl)
+            kl, own = kl_term(inputs, spec.kl), spec.compat.kl_denominator
+            terms["kl"] = kl if own == "penalty" else replace(kl, weight=own)
         if spec.entropy_coefficient:
             terms["entropy"] = entropy_bonus(
                 inputs, spec.entropy_coefficient, denominator=spec.compat.entropy_denominator, chosen_T=chosen_T
@@ -138,11 +139,19 @@ PENALTIES = ("kl", "entropy", "logit", "logit_size", "positive_nll")
 def prepare_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """Prepare the inputs of every term of a spec; the metrics of a step must use the same ones.
 
-    Formula:  old_policy "current": ``old = sg[policy]``; compat.scaling.mean_epsilon: added to lengths of means.
+    Formula:  old_policy "current": ``old = sg[policy]``; "interpolated": ``old = (1 - a) sampler + a sg[policy]`` in
+              logs, a = s / (s + 1) for weights that are s steps older; compat.scaling.mean_epsilon: added to lengths
+              of means.
     Backward: the policy's own, nothing through ``old``.
+    Source:   interpolation: AReaL, `prox_logp_method: loglinear` (docs/algorithms/prox_approx.md), where the policy
+              that is trained is one version ahead of the old one.
     """
     if spec.old_policy == "current":
         inputs = replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach())
+    if spec.old_policy == "interpolated":
+        share_T = (inputs.ages_T / (inputs.ages_T + 1)).to(inputs.policy_logprobs_T.dtype)
+        sampler_T = inputs.logprobs("sampler")
+        inputs = replace(inputs, old_logprobs_T=torch.lerp(sampler_T, inputs.policy_logprobs_T.detach(), share_T))
     if spec.compat.scaling.mean_epsilon:
         inputs = replace(inputs, length_epsilon=spec.compat.scaling.mean_epsilon)
     return inputs

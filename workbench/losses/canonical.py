@@ -82,13 +82,19 @@ def _absent_terms(form: Form) -> None:
     """Drop settings of absent terms. A penalty in the reward is absent: it is part of the advantages (data)."""
     if not form["kl"]["coefficient"] or form["kl"]["placement"] == "reward":
         form["kl"] = {}
+        del form["compat"]["kl_denominator"]
+    elif form["compat"]["kl_denominator"] == form["denominator"]:
+        form["compat"]["kl_denominator"] = "penalty"
     if not form["entropy_coefficient"]:
         del form["compat"]["entropy_denominator"]
+    elif form["compat"]["entropy_denominator"] == form["denominator"]:
+        form["compat"]["entropy_denominator"] = "penalty"
 
 
 def _documents_counted(form: Form) -> None:
     """Keep the document count only where it is a divisor."""
-    if form["denominator"] in ("token", "raw", "group_length") and not form["compat"]["normalize_by_documents"]:
+    counted = form["compat"]["normalize_by_documents"] or form["compat"].get("kl_denominator") == "document"
+    if form["denominator"] in ("token", "raw", "group_length") and not counted:
         del form["compat"]["documents_counted"]
     if form["denominator"] == "constant" and form["denominator_constant"] == 1:  # M times 1
         form["denominator"], form["denominator_constant"] = "document_sum", None

@@ -9,6 +9,7 @@ the token. Nothing here carries a gradient.
     gate     keep while low <= s <= high, s = the ratio, k1, k2, k3 or binary KL of a token, or their mean, sum, maximum
              or minimum over its document (the ratio's in logs)
     opsm     reject A < 0 where the document's mean of (anchor - policy) is above a threshold
+    age      reject tokens whose weights are more optimizer steps old than staleness_high
     m2       reject the tokens with the greatest mu^2 until the mean of mu^2 over the others is at most a threshold
 
 All but opsm depend on data alone, so they can be evaluated on whole rows before anything is split: survivors and
@@ -21,16 +22,18 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
+from workbench.losses.gates import gathered, through_gates, within
 from workbench.losses.terms import LossInputs, Term, clamped
 from workbench.rollouts.targets import TrainingRow
-from workbench.specs.losses import CorrectionSpec, GateSpec
+from workbench.rollouts.versions import STALENESS
+from workbench.specs.losses import CorrectionSpec
 
 CORRECTION_WEIGHTS = "correction_weights"
 """Token-level extension of a batch: sampler corrections that were computed elsewhere."""
@@ -40,10 +43,6 @@ M2_CUTOFF = "correction/m2_cutoff"
 """Statistic of the step: greatest mu^2 that is kept, for ``m2_threshold``; -inf if none is."""
 LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
 """Bounds of the log of a weight that enters a sequence weight; those of huggingface/trl."""
-BINARY_FLOOR = 1e-8
-"""binary_kl: smallest distance of a probability from 0 and from 1."""
-SAMPLER_FLOOR = 1e-6
-"""sampler_binary_kl, total_variation: the same, of OpenRLHF."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
               "When speed kills stability" (2025), and verl; geometric gate: NeMo-RL "seq-mask-tis"; opsm:
               DeepSeek-V3.2, arXiv 2512.02556, section 3.1; m2: M2PO, arXiv 2510.01161, with the old policy in place
               of the live one, as AReaL computes it; segments: ROLL; binary KL and truncation beyond a gate: AReaL
-              cbff54d6; minimum over a document (veto) and tokens that were not sampled: NousResearch/torchtitan.
+              cbff54d6; minimum over a document (veto) and tokens that were not sampled: NousResearch/torchtitan;
+              age: slime's `mask_offpolicy_in_partial_rollout` is staleness_high 0.
     """
     with torch.no_grad():
         inputs = _sampled(inputs, spec)
@@ -89,9 +89,9 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
             bounded_T, kept_T = torch.ones_like(within_T), inputs.counts_T
         if spec.normalize:
             bounded_T = bounded_T / _statistic(inputs, spec, MEAN_WEIGHT)
-        truncated_T = ~_within(raw_T, spec.ratio_low, spec.ratio_high)
+        truncated_T = ~within(raw_T, spec.ratio_low, spec.ratio_high)
         if spec.gate != "none":
-            passed_T = _through_gate(inputs, spec)
+            passed_T = through_gates(inputs, spec, _mismatch(inputs))
             if spec.gate_action == "reject":
                 kept_T, open_T = kept_T & passed_T, open_T & passed_T
             else:
@@ -104,6 +104,8 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
             kept_T = kept_T & ~((inputs.advantages_T < 0) & far_T)
         if spec.m2_threshold is not None:
             kept_T = kept_T & (_mismatch(inputs).square() <= _statistic(inputs, spec, M2_CUTOFF))
+        if spec.staleness_high is not None:
+            kept_T = kept_T & (inputs.ages_T <= spec.staleness_high)
         dtype = inputs.policy_logprobs_T.dtype
         return Correction(
             torch.where(kept_T, bounded_T, 0.0).to(dtype),
@@ -187,6 +189,7 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
         document_ids_T=row.document_ids_T,
         statistics=statistics or {},
         correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS),
+        staleness_T=row.extensions.get(STALENESS),
     )
 
 
@@ -292,15 +295,15 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
     if spec.ratio == "given":
         raw_T = torch.where(inputs.counts_T, _given(inputs), 1.0)
     else:
-        log_T = _gathered(inputs, spec.ratio, _log_weight(inputs, spec))
+        log_T = gathered(inputs, spec.ratio, _log_weight(inputs, spec))
         raw_T = clamped(torch.where(inputs.counts_T, log_T, 0.0), spec.log_clamp).exp()
     if spec.outside == "zero":
-        inside_T = _within(raw_T, spec.ratio_low, spec.ratio_high)
+        inside_T = within(raw_T, spec.ratio_low, spec.ratio_high)
         return raw_T, torch.where(inside_T, raw_T, 0.0), inputs.counts_T & inside_T
     bounds = spec.ratio_low, spec.ratio_high
     bounded_T = raw_T if bounds == (None, None) else raw_T.clamp(*bounds)
     if spec.gate_action == "truncate":
-        bounded_T = torch.where(_through_gate(inputs, spec), raw_T, bounded_T)
+        bounded_T = torch.where(through_gates(inputs, spec, _mismatch(inputs)), raw_T, bounded_T)
     return raw_T, bounded_T, inputs.counts_T
 
 
@@ -314,94 +317,3 @@ def _given(inputs: LossInputs) -> Tensor:
             fix="add the extension to the batch, or choose a ratio that is computed here",
         )
     return inputs.correction_weights_T.double()
-
-
-def _within(values_T: Tensor, low: float | None, high: float | None) -> Tensor:
-    """[T] bool: at least low and at most high; NaN is not within a bound."""
-    within_T = torch.ones_like(values_T, dtype=torch.bool)
-    if low is not None:
-        within_T &= values_T >= low
-    if high is not None:
-        within_T &= values_T <= high
-    return within_T
-
-
-def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
-    """[T] per-token values, summed or averaged over the token's segment or document."""
-    values_T = torch.where(inputs.counts_T, values_T, 0.0)
-    if level == "document_sum":
-        return inputs.document_sums.document(values_T)
-    return inputs.mean_over(level.removeprefix("given_").removesuffix("_mean"), values_T)
-
-
-def _through_gate(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
-    """[T] bool: True if the token passes every gate."""
-    passed_T = torch.ones_like(inputs.counts_T)
-    for gate in spec.gates:
-        passed_T &= _passes(inputs, gate, clamped(_mismatch(inputs), spec.log_clamp))
-    return passed_T
-
-
-def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
-    if gate.statistic in _OF_PROBABILITIES:
-        values_T = _OF_PROBABILITIES[gate.statistic](inputs)
-    else:
-        values_T = {
-            "ratio": mu_T,
-            "k1": -mu_T,
-            "k2": 0.5 * mu_T.square(),
-            "k3": mu_T.expm1() - mu_T,
-            "inverse_k3": (-mu_T).expm1() + mu_T,
-        }[gate.statistic]
-    extreme = gate.level in ("document_max", "document_min")
-    values_T = values_T if extreme else _gathered(inputs, gate.level, values_T)
-    values_T = values_T.exp() if gate.statistic == "ratio" else values_T
-    if not extreme:
-        return _within(values_T, gate.low, gate.high)
-    # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at least
-    # `low` if some token is. For the smallest, low and high swap.
-    for_all_T, for_any_T = _within(values_T, None, gate.high), _within(values_T, gate.low, None)
-    bounds = gate.high, gate.low
-    if gate.level == "document_min":
-        for_all_T, for_any_T, bounds = for_any_T, for_all_T, bounds[::-1]
-    kept_T = torch.ones_like(inputs.counts_T)
-    if bounds[0] is not None:
-        kept_T &= inputs.document_sums.document((~for_all_T & inputs.counts_T).double()) == 0
-    if bounds[1] is not None:
-        kept_T &= inputs.document_sums.document((for_any_T & inputs.counts_T).double()) > 0
-    return kept_T
-
-
-def _binary_kl(inputs: LossInputs) -> Tensor:
-    """[T] float64 KL of (this token, any other) between old and sampler; the greater of both directions."""
-    old_T, sampler_T = _probabilities(inputs, BINARY_FLOOR)
-    return torch.maximum(_divergence(old_T, sampler_T), _divergence(sampler_T, old_T))
-
-
-def _sampler_binary_kl(inputs: LossInputs) -> Tensor:
-    """[T] float64 KL of (this token, any other) from the sampler to the old policy."""
-    old_T, sampler_T = _probabilities(inputs, SAMPLER_FLOOR)
-    return _divergence(sampler_T, old_T)
-
-
-def _total_variation(inputs: LossInputs) -> Tensor:
-    """[T] float64 distance of the token's probabilities."""
-    old_T, sampler_T = _probabilities(inputs, SAMPLER_FLOOR)
-    return (sampler_T - old_T).abs()
-
-
-def _probabilities(inputs: LossInputs, floor: float) -> tuple[Tensor, Tensor]:
-    """[T] probabilities of old and sampler, at least ``floor`` from 0 and from 1."""
-    old_T, sampler_T = (inputs.logprobs(policy).double().exp().clamp(floor, 1 - floor) for policy in ("old", "sampler"))
-    return old_T, sampler_T
-
-
-def _divergence(p_T: Tensor, q_T: Tensor) -> Tensor:
-    return p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
-
-
-_OF_PROBABILITIES: Mapping[str, Callable[[LossInputs], Tensor]] = {
-    "binary_kl": _binary_kl,
-    "sampler_binary_kl": _sampler_binary_kl,
-    "total_variation": _total_variation,
-}

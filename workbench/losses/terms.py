@@ -53,6 +53,8 @@ class LossInputs:
         source_T: [T] long, index of the token in the source batch, the same in every layout; None: its index in
             this row.
         correction_weights_T: [T] sampler corrections that were computed elsewhere, or None.
+        staleness_T: [T] long, optimizer steps by which the weights that sampled the token are older than those of the
+            first update on it, or None.
         support_mass_T: [T] the policy's probability of each token's truncated support, if log-probabilities are over
             these; else None.
         outside_support_T: [T] bool, the token is not in the support that the sampler's settings give for the policy's
@@ -81,6 +83,7 @@ class LossInputs:
     mean_logit_T: Tensor | None = None
     source_T: Tensor | None = None
     correction_weights_T: Tensor | None = None
+    staleness_T: Tensor | None = None
     support_mass_T: Tensor | None = None
     outside_support_T: Tensor | None = None
     support_size_T: Tensor | None = None
@@ -176,6 +179,18 @@ class LossInputs:
             SpecError: the batch has no log-probabilities of that policy.
         """
         return torch.where(self.counts_T, self.policy_logprobs_T - self.logprobs(anchor), 0.0)
+
+    @property
+    def ages_T(self) -> Tensor:
+        """[T] long `staleness_T`; a SpecError if the batch has none."""
+        if self.staleness_T is None:
+            raise SpecError(
+                "a loss that uses the age of the weights that sampled a token",
+                found="no staleness",
+                rule="it needs the version of the weights that sampled every token",
+                fix="record versions with the rollouts (`workbench.rollouts.versions`), or choose another loss",
+            )
+        return self.staleness_T
 
     def logprobs(self, policy: str) -> Tensor:
         """[T] log-probabilities of "old", "sampler" or "ref"; a SpecError if the batch has none."""

@@ -199,9 +199,7 @@ class Computation:
                     logits_RV,
                     tokens_R.to(logits_RV.device),
                     temperature=configuration.temperature,
-                    top_k=configuration.top_k,
-                    top_p=configuration.top_p,
-                    min_p=configuration.min_p,
+                    sampling=configuration.sampling,
                     logprobs=configuration.logprobs,
                     softmax_dtype=logits_RV.dtype if configuration.head_dtype.endswith("_softmax") else None,
                 )

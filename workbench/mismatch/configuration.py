@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.mismatch.settings import Side
+from workbench.rollouts.sampling import Order, Sampling
 
 CURRENT, RECORDED = "current", "recorded"
 
@@ -37,6 +38,7 @@ class Configuration:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    order: Order = "vllm"
     logprobs: str = "processed"
     prefix: str = RECORDED
     tokens: str = RECORDED
@@ -50,6 +52,11 @@ class Configuration:
     def with_changes(self, changes: Any) -> Configuration:
         """Return a copy with other values of some fields."""
         return replace(self, **dict(changes))
+
+    @property
+    def sampling(self) -> Sampling:
+        """Truncation of the sampler."""
+        return Sampling(self.top_k or None, self.top_p, self.min_p, order=self.order)
 
     @property
     def model_key(self) -> tuple[Any, ...]:

@@ -307,9 +307,7 @@ def fitted_temperature(state: State) -> float | None:
             logits_TV,
             tokens_T,
             temperature=temperature,
-            top_k=now.top_k,
-            top_p=now.top_p,
-            min_p=now.min_p,
+            sampling=now.sampling,
             logprobs=now.logprobs,
         )
         return float(torch.log(TINY + (column_T - recorded_T).abs()).mean())
@@ -367,7 +365,7 @@ FACTORS = (
     Factor(
         "truncation",
         "top_k, top_p, min_p",
-        ("top_k", "top_p", "min_p"),
+        ("top_k", "top_p", "min_p", "order"),
         _truncation,
         record="the kept ids of each token",
     ),

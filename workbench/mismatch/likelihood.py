@@ -33,9 +33,7 @@ def evidence(computation: Computation, first: Configuration, second: Configurati
                 logits,
                 tokens,
                 temperature=configuration.temperature,
-                top_k=configuration.top_k,
-                top_p=configuration.top_p,
-                min_p=configuration.min_p,
+                sampling=configuration.sampling,
             )
             total += sign * float(own_T.clamp(min=OUTSIDE).sum())
     return total

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import RecordError, SpecError, check_kind
+from workbench.rollouts.sampling import Order
 from workbench.specs.reading import parse_spec, read_yaml
 
 CASE = "attribute.yaml"
@@ -54,9 +55,11 @@ class Side(_Model):
     top_k: int = Field(default=0, ge=0)
     """Most likely tokens that are kept; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest probability mass that is kept, after top_k."""
+    """Smallest probability mass that is kept."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Tokens with at least this share of the largest probability are kept."""
+    order: Order = "vllm"
+    """Order of truncation, by engine; what top_p keeps depends on it where there is another."""
     logprobs: Literal["raw", "scaled", "processed"] = "processed"
     """Quantity: of the logits as they are; after the temperature; after temperature and truncation."""
 

@@ -26,6 +26,10 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import with_support
 
+Update = Callable[[int], bool]
+"""Position in the completion, from 0, before its token is computed -> keys and values of earlier tokens are stale and
+computed again. It may load other weights into the model."""
+
 Choose = Callable[[Tensor, int], Tensor]
 """[N, V] log-probabilities and the position in the completion, from 0 -> [N] next token of each completion."""
 
@@ -98,6 +102,8 @@ class Sampler:
     def load_weights(self, weights: Mapping[str, Tensor]) -> float | None:
         """Load the weights of a policy by parameter name, rounded to the sampler's own precision.
 
+        Buffers that training moves, such as the biases of routers, come with them, by their names.
+
         Returns the share of the trained weights that are no longer those of the source: a change below half a unit in
         the last place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy
         moves.
@@ -105,8 +111,8 @@ class Sampler:
         Raises:
             SpecError: the two do not have the same parameters.
         """
-        parameters = dict(self.model.named_parameters())
-        if unmatched := sorted(parameters.keys() ^ weights.keys()):
+        parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        if unmatched := sorted(parameters.keys() ^ (weights.keys() - buffers.keys())):
             raise SpecError(
                 "weights for the sampler",
                 found=f"only one of the two has {', '.join(unmatched[:4])}",
@@ -114,7 +120,7 @@ class Sampler:
                 fix="load both from the same source",
             )
         for name, weight in weights.items():
-            parameters[name].copy_(weight)
+            (parameters if name in parameters else buffers)[name].copy_(weight)
         source = {name: (value, weights[name].cpu()) for name, value in self._source.items()}
         if all(torch.equal(value.to(weight.dtype), weight) for value, weight in source.values()):
             return None
@@ -140,6 +146,7 @@ def generate(
     end_ids: Sequence[int],
     sampling: Sampling | None = None,
     routers: Routers | None = None,
+    update: Update | None = None,
     **forward: Any,
 ) -> list[Completion]:
     """Sample one completion per prompt, in one batch; shorter prompts are left-padded and masked.
@@ -153,6 +160,7 @@ def generate(
         end_ids: any of them ends a completion.
         sampling: truncation, and the quantity of the log-probabilities; None: none, and scaled ones.
         routers: of the model, whose routes are noted; None: they are not.
+        update: called before each token; it may load newer weights, as engines do while requests run.
         forward: further arguments of the model, such as logits_to_keep=1, which skips the logits of the prompts.
 
     Units: nats, in float32 at least, of the quantity that ``sampling`` names.
@@ -168,13 +176,18 @@ def generate(
         mask = torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps], device=model.device)
         position_inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     ends = torch.tensor(list(end_ids), dtype=torch.int64, device=model.device)
-    cache, ended = None, torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    fed, cache, ended = inputs, None, torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     chosen: list[Tensor] = []
     logprobs: list[Tensor] = []
     supports: list[Tensor] = []
     masses: list[Tensor] = []
     routes: list[Tensor] = []
     while len(chosen) < max_new_tokens and not ended.all():
+        if update is not None and update(len(chosen)):
+            inputs, cache = fed, None
+            if position_inputs:
+                mask = position_inputs["attention_mask"]
+                position_inputs["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
         if routers is not None:
             forward["routes"] = noted = Routes(torch.ones(inputs.numel(), dtype=torch.bool, device=model.device))
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True, **position_inputs, **forward)
@@ -191,6 +204,7 @@ def generate(
             masses.append(mass_N)
         token_N = choose(drawn_NV, len(chosen))
         inputs = token_N[:, None]
+        fed = torch.cat([fed, inputs], dim=1)
         chosen.append(token_N)
         reported_NV = reported(logits_NV, logprobs_NV, drawn_NV, sampling.sampler_logprobs)
         logprobs.append(reported_NV.gather(1, inputs)[:, 0])
@@ -204,8 +218,8 @@ def generate(
     for number, (tokens, nats, mass) in enumerate(rows):
         length = next((place for place, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
         kept = [torch.nonzero(kept_NV[number])[:, 0].tolist() for kept_NV in supports[:length]]
-        fed = slice(gaps[number], longest + length - 1)
-        of_fed_tLk = None if routes_NPLk is None else routes_NPLk[number, fed]
+        places = slice(gaps[number], longest + length - 1)
+        of_fed_tLk = None if routes_NPLk is None else routes_NPLk[number, places]
         completions.append(Completion(tokens[:length], nats[:length], kept, mass[:length], of_fed_tLk))
     return completions
 

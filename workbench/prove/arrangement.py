@@ -28,8 +28,9 @@ from workbench.prove.subject import Subject
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec, RoutingSpec
+from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec
 from workbench.specs.lora import LoraSpec
+from workbench.specs.mixtures import RoutingSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.routes import NOTED, StepRoutes, with_routes

@@ -22,6 +22,7 @@ from workbench.policy.logprobs import TokenLogprobs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepTotals, TokenWeights
 from workbench.rollouts.targets import TrainingRow
+from workbench.rollouts.versions import STALENESS
 
 PARTIAL = frozenset({"dp_cp"})
 """A sum over this rank's tokens is a part over dp and cp; tp ranks hold the same tokens."""
@@ -66,6 +67,7 @@ def loss_inputs(
         group_ids_T=row.group_ids_T,
         source_T=row.source_T,
         correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS),
+        staleness_T=row.extensions.get(STALENESS),
         sums=sums,
         statistics=totals.statistics,
     )

@@ -35,9 +35,12 @@ ARITHMETIC = (
     "online.top_k",
     "online.top_p",
     "online.min_p",
+    "online.truncation_order",
     "online.sampler_logprobs",
     "online.sampler_precision",
     "online.old_logprobs",
+    "sync.cast",
+    "loss.old_policy",
     "layout.kernel",
     "faults",
 )
@@ -89,13 +92,16 @@ def _differences(settings: Mapping[str, Any]) -> list[str]:
     """Differences of the old pass of an online run from the trainer, by the settings."""
     online, policy = settings["online"], settings.get("policy") or {}
     faults = [f"planted: {fault}" for fault in settings.get("faults") or ()]
-    loss = settings.get("loss") or {}
-    if online.get("old_logprobs", "trainer") == "trainer" or loss.get("old_policy") == "current":
+    loss, sync = settings.get("loss") or {}, settings.get("sync") or {}
+    # all weights are those of the start at step 0, so behaviour is the trainer's own pass
+    if online.get("old_logprobs", "trainer") in ("trainer", "behaviour") or loss.get("old_policy") == "current":
         return faults
     found = ["another program: a stock decoder with a KV cache and padded rows", *faults]
     run, sampler = settings.get("precision"), online.get("sampler_precision")
     if sampler and sampler != run:
         found.append(f"precision: {sampler} in the sampler, {run} in the trainer")
+    if sync.get("cast"):
+        found.append(f"weights: rounded to {sync['cast']} on their way to the sampler")
     if policy.get("fp32_head"):
         found.append("head: logits in float32 in the trainer alone")
     trained_at, sampled_at = policy.get("temperature"), online.get("temperature", 1.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.atomic import write_whole
 from workbench.errors import RecordError, ShapeError
-from workbench.rollouts.sampling import Quantity, Sampling
+from workbench.rollouts.sampling import Order, Quantity, Sampling
 from workbench.specs.mistakes import mistakes
 from workbench.untrusted import parse_json
 
@@ -84,6 +84,7 @@ class SamplingEntry(_Model):
     min_p: float = 0.0
     sampler_logprobs: Quantity = "scaled"
     trainer_logprobs: Quantity = "scaled"
+    order: Order = "transformers"
 
     @model_validator(mode="after")
     def _check_values(self) -> SamplingEntry:

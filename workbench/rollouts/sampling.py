@@ -28,6 +28,15 @@ from workbench.errors import ShapeError, SpecError
 Quantity = Literal["raw", "scaled", "truncated"]
 """Quantities of a log-probability; see above."""
 
+Order = Literal["transformers", "vllm"]
+ORDERS: dict[Order, tuple[str, ...]] = {
+    "transformers": ("top_k", "top_p", "min_p"),
+    "vllm": ("min_p", "top_k", "top_p"),
+}
+"""Order in which an engine truncates; each step sees what those before it left, renormalized. transformers 5: logits
+processors of `GenerationMixin._get_logits_processor`; vLLM v0.20.2: min_p is a logits processor, top-k and top-p are
+applied with the draw (vllm/v1/sample/sampler.py). Alone, each truncates alike in both."""
+
 ENGINE_MODES: dict[str, Quantity] = {
     "raw_logprobs": "raw",
     "processed_logprobs": "truncated",
@@ -45,9 +54,10 @@ class Sampling:
 
     Attributes:
         top_k: tokens that are kept at most; None: all.
-        top_p: the smallest set of most probable tokens with at least this probability is kept, of those that top_k
-            left, renormalized; 1 keeps all.
+        top_p: the smallest set of most probable tokens with at least this probability is kept, of those that the steps
+            before left, renormalized; 1 keeps all.
         min_p: tokens with at least this share of the largest probability are kept; 0 keeps all.
+        order: of the three, by engine.
         sampler_logprobs: what the sampler reported.
         trainer_logprobs: what the log-probabilities of the old and the reference policy are.
 
@@ -64,13 +74,15 @@ class Sampling:
     min_p: float = 0.0
     sampler_logprobs: Quantity = "scaled"
     trainer_logprobs: Quantity = "scaled"
+    order: Order = "transformers"
 
     def __post_init__(self) -> None:
         if broken := list(self._broken()):
             raise ShapeError(
                 "Sampling",
                 found="; ".join(broken),
-                rule=f"top_k >= 1 or None, 0 < top_p <= 1, 0 <= min_p <= 1, quantities {', '.join(get_args(Quantity))}",
+                rule="top_k >= 1 or None, 0 < top_p <= 1, 0 <= min_p <= 1, "
+                f"quantities {', '.join(get_args(Quantity))}, orders {', '.join(ORDERS)}",
                 fix="give the settings of the sampler; an engine's 0 or -1 for no top-k is None here",
             )
 
@@ -81,6 +93,8 @@ class Sampling:
             yield f"top_p = {self.top_p}"
         if not 0 <= self.min_p <= 1:
             yield f"min_p = {self.min_p}"
+        if self.order not in ORDERS:
+            yield f"order = {self.order!r}"
         for name in ("sampler_logprobs", "trainer_logprobs"):
             if getattr(self, name) not in get_args(Quantity):
                 yield f"{name} = {getattr(self, name)!r}"

@@ -18,20 +18,20 @@ from workbench.specs.groups import (
     KernelSpec,
     LayoutSpec,
     ModelSpec,
-    OnlineSpec,
     OptimizerSpec,
     PolicySpec,
-    PredictionSpec,
     RecordSpec,
     ReproducibleSpec,
-    RoutingSpec,
 )
 from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
+from workbench.specs.mixtures import PredictionSpec, RoutingSpec
+from workbench.specs.online import OnlineSpec, online_conflicts
 from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
 from workbench.specs.precision import conflicts as precision_conflicts
 from workbench.specs.reading import merge, parse_spec, read_yaml
+from workbench.specs.sync import SyncSpec, sync_conflicts
 
 
 class RunSpec(Group):
@@ -45,6 +45,7 @@ class RunSpec(Group):
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
     online: OnlineSpec = OnlineSpec()
+    sync: SyncSpec = SyncSpec()
     policy: PolicySpec = PolicySpec()
     kernels: KernelSpec = KernelSpec()
     loss: LossSpec = LossSpec()
@@ -138,8 +139,11 @@ ADDED_SETTINGS = (
     "online.top_k",  # settings of a group come before the group
     "online.top_p",
     "online.min_p",
+    "online.truncation_order",
     "online.sampler_logprobs",
     "online",
+    "sync",
+    "loss.correction.staleness_high",
     "policy.support",
     "kernels",
     "mixed_precision",
@@ -151,9 +155,11 @@ ADDED_SETTINGS = (
     "layout.pipeline_schedule",
     "layout.stages_per_rank",
     "layout.stage_layers",
+    "layout.shard_ranks",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
+    "loss.compat.kl_denominator",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
 
@@ -171,9 +177,9 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         )
     if loss.counts_live:
         yield (
-            f"loss.correction.denominator = {loss.correction.denominator!r} with old_policy 'current' counts the "
-            "tokens that the live policy keeps, but the weights of a step are data from before its forward pass; use "
-            "old_policy: recorded"
+            f"loss.correction.denominator = {loss.correction.denominator!r} with old_policy {loss.old_policy!r} counts "
+            "the tokens that the live policy keeps, but the weights of a step are data from before its forward pass; "
+            "use old_policy: recorded"
         )
     if loss.kl.coefficient and loss.kl.placement == "reward" and spec.data.advantages.name == "recorded":
         yield (
@@ -201,7 +207,8 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
             "give online.top_k, top_p or min_p, or take support: whole"
         )
-    if spec.online.on and (problems := list(_online_problems(spec))):
+    yield from sync_conflicts(spec)
+    if spec.online.on and (problems := list(online_conflicts(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
@@ -308,11 +315,6 @@ def _not_predicted(spec: RunSpec) -> Iterator[str]:
 def _routes_not_known(spec: RunSpec) -> Iterator[str]:
     """Yield settings of routers that need routes or biases which the run does not have, each with its fix."""
     routing, online = spec.routing, spec.online
-    if routing.bias_step and online.on:
-        yield (
-            "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
-            "experts than the trainer; balance with routing.balance"
-        )
     if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
         yield (
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
@@ -329,67 +331,6 @@ def _adapters_not_known(spec: RunSpec) -> Iterator[str]:
         )
     if "sampler" in spec.lora.changed and not spec.online.on:
         yield f"lora.sampler = {spec.lora.sampler!r} without online.task: nothing is sampled; leave it out"
-
-
-_NOT_SAMPLED = {
-    "gae": "critic values",
-    "vapo": "critic values",
-    "gdpo": "reward components",
-    "remax": "rewards of greedy completions",
-    "optimal_token_baseline": "squared probabilities",
-}
-"""Advantage estimators that need more than rewards -> the inputs that they need."""
-
-
-def _online_problems(spec: RunSpec) -> Iterator[str]:
-    """Yield settings that conflict with online rollouts, each with its fix."""
-    data, online, every = spec.data, spec.online, spec.record.checkpoint_every
-    if data.path != DataSpec().path:
-        yield f"data.path = {data.path!r} would not be read: online.task samples the rollouts; leave one of them out"
-    if data.advantages.name == "recorded":
-        yield "a task gives rewards and no advantages; name an estimator in data.advantages, such as {name: grpo}"
-    if data.documents_per_step is not None and data.documents_per_step > online.documents:
-        yield (
-            f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
-            f"prompts with {online.answers} completions); a step takes each document at most once"
-        )
-    if spec.loss.needs_pairs and online.answers != 2:
-        yield f"loss {spec.loss.name!r} compares pairs, and online.answers = {online.answers}; take answers: 2"
-    elif data.documents_per_step is not None and data.documents_per_step * online.updates < online.documents:
-        yield (
-            f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
-            f"{online.updates * data.documents_per_step} of the {online.documents} completions of a sampling, and "
-            "never on the others; take more updates or documents, or sample less"
-        )
-    together = data.keep_groups or spec.loss.needs_pairs
-    if together and data.documents_per_step is not None and data.documents_per_step % online.answers:
-        yield (
-            f"data.documents_per_step = {data.documents_per_step} splits groups of {online.answers} completions, "
-            "which must share a row; take a multiple of online.answers"
-        )
-    if missing := _NOT_SAMPLED.get(data.advantages.name):
-        yield (
-            f"data.advantages {data.advantages.name!r} needs {missing}, which online runs do not produce; take an "
-            "estimator of rewards, such as grpo or rloo"
-        )
-    elif online.answers == 1 and data.advantages.name not in ("recorded", "reinforce_plus_plus"):
-        yield (
-            f"one completion per prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
-            "everywhere; take more online.answers, or reinforce_plus_plus"
-        )
-    if spec.frozen_clip is not None:
-        yield "frozen_clip takes decisions of another run, which has other tokens; leave it out"
-    yield from (
-        f"fault {name!r} does nothing where advantages are computed before a step's rows; plant it in a run "
-        "on a rollout dataset"
-        for name in spec.faults
-        if name in ("baseline_per_micro_batch", "whitening_per_rank")
-    )
-    if every is not None and every % online.updates:
-        yield (
-            f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; "
-            "take a multiple of online.updates"
-        )
 
 
 def _inexact(spec: RunSpec) -> Iterator[str]:

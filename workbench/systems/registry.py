@@ -10,9 +10,9 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from workbench.errors import SpecError, did_you_mean
 from workbench.specs.losses import LossSpec, ScalingSpec
@@ -40,6 +40,8 @@ SYSTEMS = (
     "areal",
     "pipelinerl",
     "nous_torchtitan",
+    "skyrl",
+    "roll",
 )
 """Names of all systems."""
 
@@ -56,6 +58,25 @@ class Settings(BaseModel):
     """Options of a system, by its names and with its defaults; one subclass per function that they configure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class WholeSettings(Settings):
+    """Options of a whole config, most of which leave the loss as it is: those are accepted, and listed."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    ignored: tuple[str, ...] = ()
+    """Options that were given and do not change the loss, with their reasons in ``without_effect``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_aside(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        aside = tuple(name for name in value if name in cls.without_effect)
+        if not aside:
+            return value
+        kept = {name: option for name, option in value.items() if name not in aside}
+        return {**kept, "ignored": (*kept.get("ignored", ()), *aside)}
 
 
 @dataclass(frozen=True)

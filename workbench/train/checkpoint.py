@@ -4,6 +4,7 @@
                                                   with LoRA its adapter instead, in peft's two files
     checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``, the loss scale, and the
                                                   biases of routers
+    checkpoints/step0020/sampler.safetensors      of an asynchronous online run: earlier weights that its sampler needs
 
 Folders are written atomically, by a rename; only the newest is kept. A run that is resumed from is not changed.
 """
@@ -11,7 +12,7 @@ Folders are written atomically, by a rename; only the newest is kept. A run that
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from workbench.train.optimizer import LossScale, dense_state
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 SCALE = "loss_scale"
 """In the optimizer's file: the loss scale and the steps since it last changed."""
-STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts")
+SAMPLER = "sampler.safetensors"
+STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts", "sync")
 """Folders of a run directory with one entry per step, whose name begins with the step."""
 
 FRESH = "start a new run, with fresh=True or --fresh"
@@ -77,9 +79,16 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
 
 
 def save_checkpoint(
-    run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
+    run: RunDirectory,
+    steps: int,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale | None = None,
+    sampler: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write weights and optimizer state after a number of steps. Collective; the first rank writes.
+
+    ``sampler`` is the state of a sampler's weights (`workbench.train.weight_sync`), whole on each rank.
 
     Tensors are gathered one at a time and leave the device at once, on the first rank for its host's memory.
     """
@@ -96,7 +105,7 @@ def save_checkpoint(
                 local[f"{name}/{key}"] = full_tensor(value, shard, mesh) if sharded else value
         for key, whole in share_tensors(local, mesh).items():
             (weights if key == name else state)[key] = _on_first(whole, mesh)
-    state |= share_tensors(_biases(policy), mesh)
+    state |= share_tensors(router_biases(policy), mesh)
     if scale is not None and scale.interval is not None:
         state[SCALE] = torch.tensor([scale.value, scale.good_steps], dtype=torch.float64)
     if not mesh.is_first:
@@ -110,6 +119,8 @@ def save_checkpoint(
     else:
         write_adapter(temporary, policy.lora, weights, base=run.spec.model.source)
     whole_files.write_tensors(temporary / OPTIMIZER, state)
+    if sampler:
+        whole_files.write_tensors(temporary / SAMPLER, {name: value.cpu() for name, value in sampler.items()})
     earlier = run.checkpoints()
     temporary.rename(folder)
     for path in earlier.values():  # only the newest is kept (DECISIONS.md, row 104)
@@ -143,7 +154,7 @@ def load_checkpoint(
         copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
         entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
-    for name, bias_E in _biases(policy).items():
+    for name, bias_E in router_biases(policy).items():
         if name not in state:
             raise RecordError(
                 f"continue from {folder.name}",
@@ -156,7 +167,7 @@ def load_checkpoint(
         scale.value, scale.good_steps = float(state[SCALE][0]), int(state[SCALE][1])
 
 
-def _biases(policy: Policy) -> dict[str, Tensor]:
+def router_biases(policy: Policy) -> dict[str, Tensor]:
     """Biases of the routers of this rank's stages, which are no parameters, by the names of their buffers."""
     routers = policy.routers
     if routers is None or not routers.have_bias:
@@ -165,9 +176,15 @@ def _biases(policy: Policy) -> dict[str, Tensor]:
 
 
 def continue_run(
-    run: RunDirectory, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
+    run: RunDirectory,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale | None = None,
+    restore: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> int:
     """Resume from the newest checkpoint: of this run if its job was requeued, else of the run that it continues.
+
+    ``restore`` takes the state of a sampler's weights, {} if the checkpoint has none.
 
     Returns:
         The step to resume at, 0 for a new run.
@@ -178,6 +195,7 @@ def continue_run(
     if own := run.checkpoints() if run.state.get(REQUEUED) else {}:
         done, folder = list(own.items())[-1]
         load_checkpoint(folder, policy, optimizer, scale)
+        _restore(folder, restore)
         return done
     name = run.state.get("continues")
     if name is None:
@@ -186,6 +204,7 @@ def continue_run(
     rule = "a run resumes from its newest checkpoint"
     done, folder = _newest(earlier, f"continue {name}", rule, FRESH)
     load_checkpoint(folder, policy, optimizer, scale)
+    _restore(folder, restore)
     if policy.mesh.is_first and not run.steps():
         for kind in STEP_FOLDERS:
             for path in sorted((earlier.path / kind).glob("step[0-9]*")):
@@ -196,6 +215,11 @@ def continue_run(
             if record["step"] < done:
                 run.append_step(record)
     return done
+
+
+def _restore(folder: Path, restore: Callable[[Mapping[str, Tensor]], None] | None) -> None:
+    if restore is not None:
+        restore(_read(folder / SAMPLER) if (folder / SAMPLER).exists() else {})
 
 
 def continued_from(run: RunDirectory) -> str:

@@ -24,7 +24,7 @@ from workbench.reduction.evaluate import weighted_sum
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import TokenWeights
 from workbench.rollouts.targets import AHEAD, AHEAD_WEIGHTS, TrainingRow, tokens_ahead
-from workbench.specs.groups import PredictionSpec
+from workbench.specs.mixtures import PredictionSpec
 from workbench.train.rows import LocalRow
 
 

@@ -31,7 +31,7 @@ from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.sharding.collectives import all_gather, all_sum, gather_many
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_tensors
-from workbench.specs.groups import RoutingSpec
+from workbench.specs.mixtures import RoutingSpec
 from workbench.train.rows import LocalRow
 
 ROUTES = "routes"

@@ -51,12 +51,14 @@ class StepData:
         source: the batch from which they were taken; per-token records are in its order.
         numbers: statistics of the sampling, for the step's record.
         fresh: True for the first step on that batch.
+        sync: hashes of trainer and sampler that differ, for a file; {} if they were not compared.
     """
 
     documents: RolloutBatch
     source: RolloutBatch
     numbers: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = False
+    sync: Mapping[str, Any] = field(default_factory=dict)
 
 
 def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:

@@ -46,7 +46,7 @@ from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_json, share_tensors
-from workbench.specs.groups import PredictionSpec, RoutingSpec
+from workbench.specs.mixtures import PredictionSpec, RoutingSpec
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss

@@ -44,7 +44,8 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy, continue_run, continued_from, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
-from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
+from workbench.train.old_pass import with_advantages
+from workbench.train.online import MIXED_PROMPTS, Online
 from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
 from workbench.train.preemption import Preemption
@@ -52,6 +53,7 @@ from workbench.train.routes import ROUTES, balance_biases
 from workbench.train.rows import StepData, in_order
 from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
 from workbench.train.watched import enable_diagnostics
+from workbench.train.weight_sync import DIFFERING, SYNC, WeightSync
 
 
 def run_here(run: RunDirectory, project: Path) -> None:
@@ -131,6 +133,7 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path, preempti
     batch = None if spec.online.on else load(project / spec.data.path)
     sampled_at = spec.online.temperature if batch is None else batch.temperature
     policy = build_policy(spec, mesh, project, temperature=sampled_at)
+    online = None
     with contextlib.ExitStack() as swapped:
         if batch is None:
             online = Online(spec, policy, project)
@@ -144,7 +147,7 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path, preempti
         if mesh.is_first:
             special = kernels_of(policy) | loss_file(spec.loss, project) | _emulated(policy)
             run.write_json("provenance.json", provenance(project, seed=spec.seed) | special)
-        _take_steps(run, spec, mesh, policy, steps, project, preemption)
+        _take_steps(run, spec, mesh, policy, steps, project, preemption, None if online is None else online.sync)
 
 
 def _emulated(policy: Policy) -> dict[str, list[str]]:
@@ -165,12 +168,13 @@ def _take_steps(
     steps: Callable[[int], Iterator[StepData]],
     project: Path,
     preemption: Preemption | None,
+    sync: WeightSync | None = None,
 ) -> None:
     loss, optimizer = flow.build_loss(spec.loss, project), build_optimizer(policy, spec)
     scale = LossScale.of(spec.dtypes)
-    first = continue_run(run, policy, optimizer, scale)
+    first = continue_run(run, policy, optimizer, scale, None if sync is None else sync.restore)
     if first == spec.steps:  # interrupted after the last step
-        save_checkpoint(run, first, policy, optimizer, scale)
+        save_checkpoint(run, first, policy, optimizer, scale, {} if sync is None else sync.state())
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         if preemption is not None:
             preemption.begin_step(number)
@@ -209,6 +213,8 @@ def _take_steps(
                 write_trace(run, number, trace)
             if spec.online.on and spec.record.tokens and data.fresh:
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
+            if data.sync:
+                run.write_json(f"{SYNC}/{_name(number)}.json", data.sync)
             numbers = dict(data.numbers) | ({CONTINUES: continued_from(run)} if number == first > 0 else {})
             if scale.interval is not None:
                 numbers |= {"precision/loss_scale": policy.loss_scale, "precision/skipped": float(not accepted)}
@@ -216,7 +222,7 @@ def _take_steps(
         every, last = spec.record.checkpoint_every, number + 1 == spec.steps
         stops = preemption is not None and not last and preemption.stops_after(number)
         if every and ((number + 1) % every == 0 or last or stops) and (math.isfinite(norm) or not accepted):
-            save_checkpoint(run, number + 1, policy, optimizer, scale)
+            save_checkpoint(run, number + 1, policy, optimizer, scale, {} if sync is None else sync.state())
         if preemption is not None and stops:
             preemption.leave(number + 1)
 
@@ -295,7 +301,8 @@ def _record(
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash
     run.append_step(record)
-    for text in filter(None, (_nothing_trained(record), _not_sampled(run.spec, record))):
+    messages = (_nothing_trained(record), _not_sampled(run.spec, record), _not_synced(number, record))
+    for text in filter(None, messages):
         sys.stderr.write(f"step {number}: {text}\n")  # standard output may be a verb's JSON, where ranks are simulated
 
 
@@ -320,6 +327,17 @@ def _not_sampled(spec: RunSpec, record: Mapping[str, Any]) -> str:
     return (
         f"{100 * moved:.2g} % of the sampler's weights differ from those of the start: changes below half a unit in "
         f"the last place of {dtype} do not reach it; see online.sampler_precision and docs/guides/precision.md"
+    )
+
+
+def _not_synced(number: int, record: Mapping[str, Any]) -> str:
+    """Return a log line for a sampler that has not the weights which the settings mean; "" otherwise."""
+    share = record.get(DIFFERING, 0.0)
+    if not share:
+        return ""
+    return (
+        f"{share:.0%} of the sampler's tensors are not those of the trainer: {SYNC}/{_name(number)}.json has "
+        "their layers, and what the sampler has in their place"
     )
 
 

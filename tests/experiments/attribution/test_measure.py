@@ -46,3 +46,26 @@ def test_the_run_over_steps_finds_the_sampler_that_is_stuck(tmp_path, monkeypatc
     history = module.run_over_steps(Bench("qwen3", "small", tmp_path, count=6, tokens=12))
     causes = {step: [(part.factor, part.description) for part in one.causes] for step, one in history.items()}
     assert causes == {0: [], 1: [], 2: [("stale weights", "weights of step_1")]}
+
+
+def test_floors_alone_are_measured_again_and_the_rest_is_kept(monkeypatch):
+    def floor(kind, precision, ratio):
+        return {"kind": kind, "size": "small", "precision": precision, "ratio": ratio}
+
+    saved = module.record_of(
+        [floor("moe", "float16", 1.4), floor("qwen3", "float16", 1.05)], [row(["a"], ["a"])], [row([], [])], {}, 7.0
+    )
+    monkeypatch.setattr(module, "both_floors", lambda bench, _: [floor(bench.kind, "float16", 1.1)])
+    record = module.floors_again(saved, ("moe",))
+    assert [(one["kind"], one["ratio"]) for one in record["floors"]] == [("moe", 1.1), ("qwen3", 1.05)]
+    assert record["bars"]["floor"]["holds"]
+    assert not saved["bars"]["floor"]["holds"]
+    assert (record["planted"], record["clean"], record["seconds"]) == (saved["planted"], saved["clean"], 7.0)
+
+
+def test_a_mixture_in_float16_has_completions_enough_for_routes_that_flip():
+    class Small:
+        kind, size = "moe", "small"
+
+    counts = [module.documents_of(Small, precision) for precision in ("float32", "bfloat16", "float16")]
+    assert counts == [72, 72, 720]

@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers.dumped_step import SETTINGS, dump
 from workbench.check.alternatives import group_size, loss_alternatives, permutations
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.specs.losses import LossSpec
 
 

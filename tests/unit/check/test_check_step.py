@@ -46,12 +46,3 @@ def test_each_wrong_call_is_an_error(folder, tmp_path):
         wb.check_step(3)
     with pytest.raises(SpecError, match="denominater"):
         wb.check_step(folder, settings={"denominater": "token"})
-
-
-@pytest.mark.parametrize(
-    ("system", "reason"), [("openrlhf", "nothing of a step"), ("roll", "pickles"), ("skyrl", "pickles")]
-)
-def test_files_without_a_reader_are_refused_by_name(system, reason, tmp_path):
-    (tmp_path / "step.pkl").write_bytes(b"")
-    with pytest.raises(SpecError, match=f"(?s){system}.*{reason}"):
-        wb.check_step(tmp_path / "step.pkl", system=system)

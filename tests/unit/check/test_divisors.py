@@ -3,8 +3,10 @@
 import torch
 
 from tests.helpers.dumped_step import SETTINGS, dump
+from workbench.check import check_step
 from workbench.check.divisors import wrong_divisors
-from workbench.check.recompute import Reading, weights_of
+from workbench.check.reading import Reading
+from workbench.check.recompute import weights_of
 from workbench.specs.losses import LossSpec
 
 
@@ -45,3 +47,14 @@ def test_a_lost_micro_batch_loses_gradients_and_perhaps_the_loss():
     last_T = (step.documents["rows"] % 2 == 1)[step.document_ids_T].double()
     assert torch.equal(changed.scale.gradient_T, last_T)
     assert bool((changed.scale.loss_T == 1).all())
+
+
+def test_a_penalty_with_a_divisor_of_its_own_is_scaled_from_that():
+    settings = {**SETTINGS, "compat": {"kl_denominator": "document"}}
+    result = check_step(dump(), settings=settings)  # whose penalty is divided by tokens, as the policy term is
+    assert result.first.name == "coefficients"
+    text = "the KL penalty is divided by all trained tokens of the step, the other term is not"
+    assert text in [cause.description for cause in result.causes]
+    known = [text for _, text, _ in wrong_divisors(Reading(dump(), LossSpec(**settings)))]
+    assert "the KL penalty is divided by documents, each over its own tokens, the other term is not" not in known
+    assert "the policy term is divided by documents, each over its own tokens, the other term is not" in known

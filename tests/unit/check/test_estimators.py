@@ -6,7 +6,8 @@ import torch
 
 from tests.helpers.dumped_step import SETTINGS, dump
 from workbench.check.estimators import advantage_alternatives
-from workbench.check.recompute import Reading, recompute_advantages
+from workbench.check.reading import Reading
+from workbench.check.recompute import recompute_advantages
 from workbench.specs.losses import LossSpec
 
 NULL = Reading(dump(), LossSpec(**SETTINGS), ("grpo", {"epsilon": 1e-4}))

@@ -13,7 +13,7 @@ from workbench.check.fitted import (
     fitted_rounding,
 )
 from workbench.check.numbers import recompute_numbers
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.specs.losses import LossSpec
 
 STEP = dump(layout={"dp": 2}, documents={"rows": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.check.formulas import wrong_formulas
-from workbench.check.recompute import Reading
+from workbench.check.reading import Reading
 from workbench.dumps.step import StepDump
 from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs

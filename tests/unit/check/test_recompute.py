@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.dumped_step import SETTINGS, advantages, dump, inputs, loss
-from workbench.check.recompute import Reading, Whole, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.reading import Reading, Whole
+from workbench.check.recompute import can_evaluate, recompute_advantages, recompute_loss
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 

@@ -9,7 +9,8 @@ import workbench as wb
 from workbench.check import screen as module
 from workbench.check.alternatives import loss_alternatives
 from workbench.check.numbers import recompute_numbers
-from workbench.check.recompute import Reading, recompute_loss
+from workbench.check.reading import Reading
+from workbench.check.recompute import recompute_loss
 from workbench.check.screen import Screen
 from workbench.dumps.step import StepDump
 from workbench.specs.losses import LossSpec

@@ -25,7 +25,8 @@ def test_a_right_step_gives_0(tmp_path, capsys):
 
 def test_a_wrong_one_gives_1_and_json(tmp_path, capsys):
     text = RIGHT.replace("token-mean", "seq-mean-token-mean")
-    assert run(tmp_path, text, "--json") == 1
+    assert run(tmp_path, text, "--json", "--page", str(tmp_path / "step.html")) == 1
+    assert "first in the stage coefficients" in (tmp_path / "step.html").read_text()
     answer = json.loads(capsys.readouterr().out)
     assert answer["schema"] == "workbench.check/1"
     assert answer["result"]["first"] == "coefficients"

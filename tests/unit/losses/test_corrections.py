@@ -402,6 +402,16 @@ def test_missing_given_weights_are_refused():
         correct(LossInputs(zero, zero, zero), CorrectionSpec(ratio="given"))
 
 
+def test_older_tokens_are_rejected_and_survivors_are_known_before_the_split():
+    zero = torch.zeros(3)
+    inputs = LossInputs(zero, zero, torch.ones(3), zero, staleness_T=torch.tensor([0, 2, 3]))
+    spec = CorrectionSpec(kind="tis", staleness_high=2, denominator="survivors")
+    assert correct(inputs, spec).weights_T.tolist() == [1.0, 1.0, 0.0]
+    assert survivors(inputs, spec).tolist() == [True, True, False]
+    with pytest.raises(SpecError, match=r"no staleness\n(.|\n)*record versions"):
+        correct(LossInputs(zero, zero, zero, zero), spec)
+
+
 def test_survivors_of_the_live_policy_are_refused():
     _, inputs = packed(nasty_documents(0))
     with pytest.raises(SpecError, match="live policy"):

@@ -3,30 +3,16 @@ import math
 import pytest
 import torch
 
-from workbench.mismatch.quantities import recorded_quantity, sampling_logprobs, truncated_support
+from workbench.mismatch.quantities import recorded_quantity, sampling_logprobs
+from workbench.rollouts.sampling import Sampling
 
 LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.15), math.log(0.05)]], dtype=torch.float64)
-NONE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({"top_k": 2}, [1, 1, 0, 0]),
-        ({"top_p": 0.5}, [1, 0, 0, 0]),
-        ({"top_p": 0.51}, [1, 1, 0, 0]),
-        ({"min_p": 0.3}, [1, 1, 1, 0]),
-        ({"top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),  # of 0.5 / 0.8 and 0.3 / 0.8 the first reaches 0.6
-        ({"top_k": 9}, [1, 1, 1, 1]),
-    ],
-)
-def test_support_by_hand(settings, kept):
-    assert truncated_support(LOGITS, **settings)[0].int().tolist() == kept
+NONE = {"temperature": 1.0, "sampling": Sampling()}
 
 
 def test_each_quantity_by_hand():
     token = torch.tensor([1])
-    settings = NONE | {"temperature": 0.5, "top_k": 2}
+    settings = {"temperature": 0.5, "sampling": Sampling(top_k=2)}
     squares = [0.25, 0.09, 0.0225, 0.0025]
     expected = {
         "raw": math.log(0.3),
@@ -40,9 +26,9 @@ def test_each_quantity_by_hand():
 
 def test_the_drawn_token_is_always_in_what_is_recorded_and_not_in_what_is_drawn():
     token = torch.tensor([3])
-    value = recorded_quantity(LOGITS, token, logprobs="processed", **NONE | {"top_k": 1})
+    value = recorded_quantity(LOGITS, token, logprobs="processed", **NONE | {"sampling": Sampling(top_k=1)})
     assert float(value) == pytest.approx(math.log(0.05 / 0.55))
-    assert float(sampling_logprobs(LOGITS, token, **NONE | {"top_k": 1})) == -math.inf
+    assert float(sampling_logprobs(LOGITS, token, **NONE | {"sampling": Sampling(top_k=1)})) == -math.inf
 
 
 def test_a_softmax_in_bfloat16_rounds():

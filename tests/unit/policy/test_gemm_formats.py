@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.errors import SpecError
+from workbench.policy import gemm_formats
 from workbench.policy.decoder import load_decoder
 from workbench.policy.gemm_formats import emulating, in_hardware, round_to_tf32, rounded, use_gemm_formats
 from workbench.policy.model import load_policy
@@ -126,7 +128,8 @@ def test_experts_are_refused_by_name():
 
 
 def test_hardware_is_not_asked_where_formats_are_emulated(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper = stand_in(torch.cuda, get_device_capability=lambda device: (9, 0))
+    monkeypatch.setattr(gemm_formats, "torch", stand_in(torch, cuda=hopper))
     asked = ("tf32", torch.device("cuda"), torch.float32, 64)
     assert in_hardware(*asked)
     with emulating():

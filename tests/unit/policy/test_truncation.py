@@ -21,6 +21,24 @@ SETTINGS = [
 ]
 
 
+BOTH = [{"top_p": 0.9, "min_p": 0.1}, {"top_p": 0.6, "min_p": 0.3}, {"top_k": 12, "top_p": 0.8, "min_p": 0.08}]
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, *BOTH], ids=str)
+def test_the_order_of_vllm_is_the_oracles(settings):
+    logprobs_NV = torch.log_softmax(distributions(seed=2), dim=-1)
+    kept_NV = kept_tokens(logprobs_NV, Sampling(**settings, order="vllm"))
+    for row_V, logprobs_V in zip(kept_NV, logprobs_NV, strict=True):
+        assert set(torch.nonzero(row_V)[:, 0].tolist()) == kept(logprobs_V.exp().tolist(), **settings, order="vllm")
+
+
+@pytest.mark.parametrize("settings", BOTH, ids=str)
+def test_the_order_matters_where_top_p_and_min_p_truncate(settings):
+    logprobs_NV = torch.log_softmax(distributions(seed=2), dim=-1)
+    orders = [kept_tokens(logprobs_NV, Sampling(**settings, order=order)) for order in ("transformers", "vllm")]
+    assert not torch.equal(*orders)
+
+
 def distributions(rows=24, vocabulary=40, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * 2.5

@@ -49,6 +49,7 @@ SAMPLER = {"old_logprobs": "sampler"}
         ({"temperature": 0.7}, {"policy": {"temperature": 1.0}}, "temperature: 0.7 in the sampler, 1 in the trainer"),
         ({}, {"precision": "bfloat16", "policy": {"fp32_head": True}}, "head: logits in float32 in the trainer alone"),
         ({"top_p": 0.9}, {}, "truncated support: of the sampler alone"),
+        ({}, {"sync": {"cast": "bfloat16"}}, "weights: rounded to bfloat16 on their way"),
         ({}, {"faults": ["temperature_missing_in_policy"]}, "planted: temperature_missing_in_policy"),
     ],
 )
@@ -57,6 +58,12 @@ def test_each_difference_from_the_sampler_is_named(online, changes, difference):
     assert any(text.startswith(difference) for text in ratio.differences)
     plain = first_ratio(run("a", 0.5, online=SAMPLER))
     assert len(ratio.differences) == len(plain.differences) + (difference != "another program")
+
+
+def test_all_weights_are_those_of_the_start_at_step_0():
+    """So an old pass with the weights that sampled is the trainer's own."""
+    assert first_ratio(run("a", online={"old_logprobs": "behaviour"}, sync={"queue": 2})).shared
+    assert first_ratio(run("a", sync={"queue": 2, "cast": "bfloat16"})).shared
 
 
 def test_a_replayed_support_is_no_difference():

@@ -12,12 +12,13 @@ import pytest
 
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
-from workbench.specs.groups import PredictionSpec, RoutingSpec
 from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
+from workbench.specs.mixtures import PredictionSpec, RoutingSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
 from workbench.specs.run import ADDED_PARAMETERS, RunSpec
+from workbench.specs.sync import SyncSpec
 from workbench.systems import replay
 from workbench.systems.registry import load_system
 
@@ -27,6 +28,7 @@ MOVED = {
     "documents_counted": "compat.documents_counted",
     "entropy_denominator": "compat.entropy_denominator",
     "gradient_divisor": "compat.gradient_divisor",
+    "kl_denominator": "compat.kl_denominator",
     "normalize_by_documents": "compat.normalize_by_documents",
     "scaling.count_epsilon": "compat.scaling.count_epsilon",
     "scaling.counts": "compat.scaling.counts",
@@ -77,17 +79,19 @@ def unequal(spec, settings, prefix=""):
 
 NEWER = (
     {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
-    | {"layout.stage_layers": []}
+    | {"layout.stage_layers": [], "layout.shard_ranks": 0}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
     | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
-    | {"policy.support": "whole"}
+    | {"online.truncation_order": "transformers", "policy.support": "whole"}
+    | {f"sync.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in SyncSpec.model_fields.items()}
     | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""
-LOSS = GOLDEN["loss defaults"]
+# which the record is older than
+LOSS = GOLDEN["loss defaults"] | {"kl_denominator": "penalty", "correction.staleness_high": None}
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}
 
 

@@ -78,14 +78,6 @@ class TestRefusals:
         [
             ({"routing": {"capacity_factor": 1.25}}, "capacity_factor is not supported: with a capacity"),
             ({"routing": {"z": 0.1}, "reproducible": {"block_tokens": 8}}, r"routing\.z with the reproducible mode"),
-            (
-                {
-                    "routing": {"bias_step": 0.1},
-                    "online": {"task": "arithmetic"},
-                    "data": {"advantages": {"name": "grpo"}},
-                },
-                r"routing\.bias_step with online\.task",
-            ),
             ({"routing": {"replay": "old"}}, r"routing\.replay 'old' without a pass"),
         ],
         ids=lambda value: "" if isinstance(value, str) else None,

@@ -167,6 +167,7 @@ def test_these_are_not_exact():
         ("miles", "per token"),
         ("pipelinerl", "deepspeed"),
         ("nous_torchtitan", "fsdp"),
+        ("skyrl", "token_mean_legacy"),
     }
 
 

@@ -1,19 +1,16 @@
 """Online rollouts: their contents, agreement of all ranks, and training on them as on a rollout dataset."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BatchEncoding
 
 from tests.helpers import online_runs
 from tests.helpers.bars import assert_float64_parity
-from tests.helpers.online_runs import Digits, done, spec_of
+from tests.helpers.online_runs import Digits, Solved, done, fields, online_of, sampled, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import same_bits
 from tests.oracles.truncation import kept
@@ -24,34 +21,26 @@ from workbench.launch.run import launch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.evidence import Evidence
 from workbench.metrics.step import SAMPLER_MOVED
-from workbench.policy.decoder import load_decoder, tiny_qwen3
+from workbench.policy.decoder import load_decoder
 from workbench.policy.precision import lift_to_float64
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import MASS, SUPPORT, for_policy
-from workbench.rollouts.task import SYMBOLS
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.losses import PRESETS, LossSpec
-from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
-from workbench.train import online
 from workbench.train import step as flow
+from workbench.train import weight_sync
 from workbench.train.checkpoint import build_policy
-from workbench.train.online import (
-    Online,
-    describe,
-    document_logprobs,
-    needs_reference,
-    seed_of,
-    with_advantages,
-    without_ties,
-)
+from workbench.train.old_pass import document_logprobs, with_advantages
+from workbench.train.online import describe, needs_reference, without_ties
 from workbench.train.optimizer import build_optimizer
 from workbench.train.rows import in_order
+from workbench.train.seeds import seed_of
 from workbench.train.worker import run_here
 
 TASK = Digits()
@@ -61,21 +50,6 @@ LAYOUTS = {
     "tp2": {"tp": 2},
     "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
 }
-
-
-def online_of(spec, mesh=None, task=None):
-    """A policy at its first weights, and its sampler."""
-    policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
-    return Online(spec, policy, Path(), task=task or TASK)
-
-
-def sampled(number=0, **changes):
-    return online_of(spec_of(**changes)).sample(number)[0]
-
-
-def fields(batch):
-    """All fields of a batch, by name."""
-    return batch.token_fields() | batch.document_fields()
 
 
 def move(policy, seed=0):
@@ -370,13 +344,6 @@ def test_a_repeated_prompt_gets_new_completions():
     assert len(set(answers)) == len(answers) == 18
 
 
-def test_seeds_are_unlike_and_fit_a_generator():
-    seeds = [seed_of(*parts) for parts in ((0,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (-1,), (10**12, 3))]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(0, 1) == 46666290180431037, "the same in every process and version"
-
-
 def test_completions_do_not_depend_on_the_batch_size():
     one, all_at_once = (sampled(online={"prompts_at_once": count}) for count in (1, 8))
     assert torch.equal(one.tokens_T, all_at_once.tokens_T)
@@ -506,164 +473,12 @@ def test_pairs_of_which_neither_is_better_train_nothing():
         True,
     ]
     spec = spec_of(loss={"name": "dpo"}, online={"answers": 2})
-    online = online_of(spec, task=Wrong())
+    online = online_of(spec, task=Solved())
     batch, numbers = online.sample(0)
     assert batch.rewards_N.unique().numel() == 1
     assert numbers["length/answer/mean"] > 1
     rows, totals = flow.prepare_rows(batch, with_advantages(spec), online.mesh)
     assert float(flow.run_step(online.policy, flow.build_loss(spec.loss), rows, totals).loss["total"]) == 0.0
-
-
-# ---- tasks that go wrong -----------------------------------------------------------------------------------------
-
-
-class Wrong(Digits):
-    """Goes wrong in one way."""
-
-    def __init__(self, **how):
-        self.how = how
-
-    def prompts(self, seed, count):
-        return super().prompts(seed, count)[: self.how.get("prompts")]
-
-    def encode(self, text):
-        return self.how.get("encode", super().encode(text))
-
-    def reward(self, prompt, completion):
-        return self.how.get("reward", 0.0)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"reward": math.nan}, r"reward of the completion '.+' to '\^.+='\n  found: nan"),
-        ({"reward": math.inf}, "found: inf"),
-        ({"prompts": 2}, "3 prompts of (.|\n)*found: 2\n"),
-        ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
-        ({"encode": [3, 19]}, r"found: \[3, 19\]\n  rule: +at least one, each from 0 to 18"),
-        ({"encode": [-1]}, r"found: \[-1\]"),
-        (
-            {"encode": BatchEncoding({"input_ids": [3, 4]})},
-            r"found: a BatchEncoding, (.|\n)*tokenizer\(text\)\.input_ids",
-        ),
-        ({"encode": "34"}, "found: a str, '34'"),
-        ({"encode": [[3, 4]]}, r"found: a list, \[\[3, 4\]\]"),
-        ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
-        ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
-        ({"encode": None}, "found: a NoneType, None"),
-        (
-            {"reward": None},
-            r"reward of the completion '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number",
-        ),
-        ({"reward": "good"}, "found: 'good'"),
-        ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
-    ],
-)
-def test_a_task_with_unusable_results_is_refused(how, words):
-    with pytest.raises(SpecError, match=words):
-        online_of(spec_of(), task=Wrong(**how)).sample(0)
-
-
-class Given(Digits):
-    """Returns the values of its base class, in other types."""
-
-    kind = staticmethod(torch.tensor)
-
-    def prompts(self, seed, count):
-        return (prompt for prompt in super().prompts(seed, count))
-
-    def encode(self, text):
-        return self.kind(super().encode(text))
-
-    def reward(self, prompt, completion):
-        return torch.tensor(super().reward(prompt, completion), dtype=torch.float64)
-
-
-class GivenByNumpy(Given):
-    kind = staticmethod(np.array)
-
-
-@pytest.mark.parametrize("task", [Given(), GivenByNumpy()])
-def test_tensors_arrays_and_generators_are_taken(task):
-    local, usual = (fields(online_of(spec_of(), task=each).sample(0)[0]) for each in (task, TASK))
-    assert local.keys() == usual.keys()
-    assert all(same_bits(local[name], usual[name]) for name in usual)
-
-
-class ByTable(Digits):
-    """Reads ids in a table, as a user's task may; it does not declare how many it knows."""
-
-    vocab_size = None
-
-    def decode(self, tokens):
-        return "".join(dict(enumerate(SYMBOLS))[token] for token in tokens)
-
-
-@pytest.fixture(scope="module")
-def wider(tmp_path_factory):
-    """Settings of a policy of 40 ids."""
-    folder = tmp_path_factory.mktemp("wider")
-    tiny_qwen3(40).save_pretrained(folder)
-    return {"model": {"source": str(folder)}}
-
-
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (Digits(), r"does not accept \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
-        (ByTable(), r"does not accept \(KeyError\), of a policy of 40 ids\n"),
-    ],
-)
-def test_ids_unknown_to_the_task_are_named_with_the_model(task, words, wider):
-    with pytest.raises(SpecError, match=words) as caught:
-        online_of(spec_of(**wider), task=task).sample(0)
-    asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
-    assert caught.value.parts["requested"] == asked
-    unknown = re.match(r"a completion with the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
-    assert max(map(int, unknown)) >= 19
-    assert "take a task with the tokenizer of this model" in caught.value.parts["fix"]
-
-
-def test_a_task_of_fewer_ids_trains_where_it_reads_the_others_as_padding(wider):
-    class Padding(Digits):
-        def decode(self, tokens):
-            return super().decode([token if token < self.vocab_size else self.pad_id for token in tokens])
-
-    assert int(online_of(spec_of(**wider), task=Padding()).sample(0)[0].tokens_T.max()) >= 19
-
-
-def test_other_errors_in_decode_are_raised_unchanged():
-    class Broken(Digits):
-        def decode(self, tokens):
-            return {}["a slip"]
-
-    with pytest.raises(KeyError, match="a slip"):
-        online_of(spec_of(), task=Broken()).sample(0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"data": {"micro_batch_tokens": 24}},
-        {"loss": {"name": "dpo"}, "online": {"answers": 2}, "data": {"micro_batch_tokens": 30}},
-        {"data": {"micro_batch_tokens": 60, "keep_groups": True}},
-    ],
-)
-def test_rows_too_short_for_the_longest_completion_are_refused_early(changes):
-    spec = merge({"online": {"max_new_tokens": 20}}, changes)
-    with pytest.raises(
-        SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for completions"
-    ):
-        sampled(**spec)
-    enough = merge(spec, {"data": {"micro_batch_tokens": 200}})
-    assert sampled(**enough).num_documents in (6, 9)
-
-
-def test_rows_are_as_large_as_their_multiple_allows():
-    cut = {"layout": {"cp": 2, "order": "zigzag"}, "online": {"max_new_tokens": 12}}  # multiples of 4: 22 holds 20
-    longest = max(len(TASK.encode(prompt)) for prompt in TASK.prompts(seed_of(0, 0), 3)) + 12
-    with pytest.raises(SpecError, match=r"rows in multiples of 4(.|\n)*take at least"):
-        sampled(**merge(cut, {"data": {"micro_batch_tokens": longest // 4 * 4 + 3}}))
 
 
 def test_a_non_finite_policy_is_reported():
@@ -672,28 +487,6 @@ def test_a_non_finite_policy_is_reported():
         online.policy.model.get_input_embeddings().weight[3] = math.nan
     with pytest.raises(SpecError, match=r"sampling 2, from the policy after 2 steps\n  found: log-probabilities that"):
         online.sample(2)
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])
-def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
-    class OfRank(Digits):
-        def __init__(self, mesh):
-            self.rank = mesh["dp_cp"].rank + mesh["tp"].rank
-
-        def prompts(self, seed, count):
-            return super().prompts(seed + self.rank, count)
-
-    def rank(mesh):
-        with pytest.raises(SpecError, match="found: others on another rank"):
-            online_of(spec_of(layout=sizes), mesh, task=OfRank(mesh)).sample(0)
-        return True
-
-    assert simulate(rank, **sizes) == [True, True]
-
-
-def test_a_completion_beyond_the_models_positions_is_refused():
-    with pytest.raises(SpecError, match=r"a completion of 510 tokens to '(.|\n)*a model of 512 positions"):
-        sampled(online={"max_new_tokens": 510})
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
@@ -883,7 +676,7 @@ def test_the_sampler_has_the_adapters_of_the_policy(how, tmp_path):
 def test_a_sampler_whose_adapters_never_arrive_is_seen(tmp_path, monkeypatch):
     """As in verl-project/verl#7495: the weights that are sent are those of the base."""
     monkeypatch.setattr(
-        online, "sampler_weights", lambda lora, weights: {n: w for n, w in weights.items() if ".lora_" not in n}
+        weight_sync, "sampler_weights", lambda lora, weights: {n: w for n, w in weights.items() if ".lora_" not in n}
     )
     lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"]}
     assert done(tmp_path, steps=1, lora=lora).steps()[0]["kl/sampler_old/k3_mean"] > 1e-3

@@ -10,7 +10,7 @@ from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import AHEAD, AHEAD_WEIGHTS, shift_targets
-from workbench.specs.groups import PredictionSpec
+from workbench.specs.mixtures import PredictionSpec
 from workbench.specs.run import RunSpec
 from workbench.train.checkpoint import trained_policy
 from workbench.train.prediction import with_predictions

@@ -31,7 +31,8 @@ from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
-from workbench.train.online import Online, document_logprobs, with_advantages
+from workbench.train.old_pass import document_logprobs, with_advantages
+from workbench.train.online import Online
 from workbench.train.worker import run_here
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -73,9 +73,12 @@ class CompatSpec(Settings):
 
     documents_counted: Literal["trained", "all"] = "trained"
     """The documents that a count of documents, prompts or rollouts includes: those with a trained token, or all."""
-    entropy_denominator: Literal["penalty", "local_token"] = "penalty"
+    entropy_denominator: Literal["penalty", "token", "local_token"] = "penalty"
     """The denominator of the entropy bonus: that of the other penalties, or, as a mean over micro-batches of their own
-    means, the tokens of the micro-batch that get it."""
+    means, the tokens of the micro-batch that get it; token: the step's tokens."""
+    kl_denominator: Literal["penalty", "token", "document"] = "penalty"
+    """The denominator of the KL penalty in the loss: that of the other terms, or, whatever the policy term is divided
+    by, the step's tokens (OpenRLHF) or the mean of document means (SkyRL)."""
     gradient_divisor: float = Field(1.0, gt=0)
     """Divides the gradient, not the reported loss: the effect of an engine that averages where it should sum."""
     normalize_by_documents: bool = False

@@ -134,6 +134,9 @@ class CorrectionSpec(Settings):
     m2_threshold: float | None = Field(None, ge=0)
     """Reject the tokens with the greatest squared log(old / sampler) until the mean of the others is at most this;
     None: none."""
+    staleness_high: int | None = Field(None, ge=0)
+    """Reject tokens whose weights are more optimizer steps older than those of the first update on them; None: none.
+    The batch has the age of each token."""
     population: Literal["step", "micro_batch"] = "step"
     """The tokens of normalize and m2_threshold: the whole optimizer step, or a rank's tokens of one micro-batch."""
     denominator: Literal["original", "survivors", "gated"] = "original"
@@ -223,6 +226,7 @@ class CorrectionSpec(Settings):
             or (self.gate != "none" and self.gate_action == "reject")
             or self.opsm_threshold is not None
             or self.m2_threshold is not None
+            or self.staleness_high is not None
             or self.unsampled == "drop"
         )
 

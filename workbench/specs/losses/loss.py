@@ -104,9 +104,10 @@ class LossSpec(Settings):
     truncated: Literal["train", "silent"] = "train"
     """Documents that the sampler truncated (a document's extension "truncated"): they train like others, or have weight
     0 but stay in every count."""
-    old_policy: Literal["recorded", "current"] = "recorded"
-    """The old policy: the recorded one, or, as if the policy had not changed since, the policy itself without
-    gradient."""
+    old_policy: Literal["recorded", "current", "interpolated"] = "recorded"
+    """The old policy: the recorded one; or, as if the policy had not changed since, the policy itself without
+    gradient; or estimated in logs between sampler and policy, by the age of the token's weights, which saves its
+    pass."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus: it is subtracted, so a positive one raises the entropy."""
     top_entropy_share: float = Field(1.0, ge=0, le=1)
@@ -130,9 +131,9 @@ class LossSpec(Settings):
 
     @model_validator(mode="after")
     def _check_settings(self) -> LossSpec:
-        if self.old_policy == "current" and self.correction.needs_step_statistics:
+        if self.old_policy != "recorded" and self.correction.needs_step_statistics:
             raise ValueError(
-                "old_policy: current is not known before the forward pass, and statistics of the step are "
+                f"old_policy: {self.old_policy} is not known before the forward pass, and statistics of the step are "
                 "computed with the old policy before it; use population: micro_batch"
             )
         if self.correction.enters == "sequence_weight" and not self.surrogate.has_sequence_weight:
@@ -183,7 +184,8 @@ class LossSpec(Settings):
         """Invariants that this loss breaks by definition; () for almost all."""
         weights = DENOMINATOR_BREAKS.get(self.denominator, ())
         compat = self.compat
-        counts = compat.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
+        of_kl = bool(self.kl.coefficient) and compat.kl_denominator == "document"
+        counts = compat.normalize_by_documents or of_kl or self.denominator not in ("token", "raw", "local_token")
         empty = ("masked_rows",) if compat.documents_counted == "all" and counts else ()
         local_bonus = self.entropy_coefficient and compat.entropy_denominator == "local_token"
         bonus = DENOMINATOR_BREAKS["local_token"] if local_bonus else ()
@@ -194,7 +196,7 @@ class LossSpec(Settings):
     @property
     def counts_live(self) -> bool:
         """True if a denominator counts the tokens that the live policy keeps; possible for single batches only."""
-        return self.old_policy == "current" and self.correction.denominator != "original"
+        return self.old_policy != "recorded" and self.correction.denominator != "original"
 
     @property
     def head_outputs(self) -> tuple[str, ...]:

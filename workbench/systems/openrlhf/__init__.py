@@ -18,6 +18,8 @@ from workbench.specs.losses import LossSpec
 from workbench.systems.case import Case
 from workbench.systems.empty_batch import clipped_mean_gradient, sequence_mean_gradient, undefined, value_mean_gradient
 from workbench.systems.openrlhf import metrics as named
+from workbench.systems.openrlhf.advantages import estimator_of
+from workbench.systems.openrlhf.dump import read_dump
 from workbench.systems.openrlhf.settings import (
     LOG_CLAMP,
     AggregateSettings,
@@ -138,4 +140,6 @@ SYSTEM = System(
         "entropies": "OpenRLHF's PolicyLoss has no entropy bonus",
     },
     aliases=named.names,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )

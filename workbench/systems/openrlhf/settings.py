@@ -30,8 +30,26 @@ class AggregateSettings(Settings):
     """Given: rows of the whole batch (over accumulation steps); None: those of the micro-batch."""
 
 
+class PenaltySettings(Settings):
+    """`--algo.kl.*` of its command line, as `training_step` uses them (openrlhf/trainer/ray/ppo_actor.py, 0.11.2)."""
+
+    use_loss: bool = False
+    """Add the penalty to the loss; False: it is part of the rewards."""
+    init_coef: float = Field(0.01, ge=0)
+    """Its weight, as the controller has it in the step."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """The estimator."""
+    unbiased_gradient: bool = False
+    """Take the gradient of k2, weighed by policy / old, for any estimate."""
+
+
 class PolicySettings(AggregateSettings):
-    """`PolicyLoss` (the same file)."""
+    """`PolicyLoss` (the same file), and the penalties that the trainer adds to it."""
+
+    kl: PenaltySettings = PenaltySettings()
+    """The KL penalty of the trainer."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus of the trainer; None: none."""
 
     clip_eps_low: float = Field(0.2, ge=0)
     """Length of the clip below 1."""

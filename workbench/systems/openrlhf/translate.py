@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import CorrectionSpec, LossSpec, ScalingSpec
-from workbench.systems.openrlhf.settings import LOG_CLAMP, AggregateSettings, PolicySettings
+from workbench.systems.openrlhf.settings import LOG_CLAMP, OUTPUT_CLAMP, AggregateSettings, PolicySettings
 from workbench.systems.registry import Translation
 from workbench.systems.translate import bounded_correction, bounds_of, checked_back
 
@@ -42,9 +42,31 @@ def translate(settings: PolicySettings) -> Translation:
         surrogate=surrogate,
         correction=_correction(settings),
         denominator="token" if is_by_token(settings) else "document",
-        compat={"scaling": SCALING},
+        kl=_penalty(settings),
+        entropy_coefficient=settings.entropy_coef or 0.0,
+        compat={"scaling": SCALING, **_of_penalties(settings)},
     )
     return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
+
+
+def _penalty(settings: PolicySettings) -> dict[str, Any]:
+    """Return the KL penalty in the loss."""
+    kl = settings.kl
+    if not kl.use_loss or not kl.init_coef:
+        return {}
+    if kl.unbiased_gradient:
+        raise SpecError(
+            "OpenRLHF's kl.unbiased_gradient in the loss",
+            rule="its weight policy / old is capped and has no gradient, which no spec has",
+            fix="leave the option out",
+        )
+    return {"coefficient": kl.init_coef, "estimator": kl.estimator, "output_clamp": OUTPUT_CLAMP}
+
+
+def _of_penalties(settings: PolicySettings) -> dict[str, str]:
+    """Return the denominators of the penalties, for which `training_step` calls `aggregate_loss` by its default."""
+    of = {"kl_denominator": settings.kl.use_loss, "entropy_denominator": bool(settings.entropy_coef)}
+    return {name: "token" for name, given in of.items() if given}
 
 
 GATES = {"binary_kl": "sampler_binary_kl", "tv": "total_variation"}
@@ -69,6 +91,13 @@ def _correction(settings: PolicySettings) -> dict[str, Any]:
 
 def _notes(settings: PolicySettings) -> list[str]:
     """Return what it does implicitly."""
+    notes = _own_notes(settings)
+    if (settings.kl.use_loss or settings.entropy_coef) and not is_by_token(settings):
+        notes.append("the trainer's penalties are means over tokens, whatever divides the policy term")
+    return notes
+
+
+def _own_notes(settings: PolicySettings) -> list[str]:
     corrected = settings.is_correction_level != "off"
     if settings.policy_loss_type == "ppo":
         notes = ["the log ratio is clamped to +-20"]
@@ -99,6 +128,10 @@ def back(spec: LossSpec) -> dict[str, Any]:
         "dual_clip": surrogate.get("dual_clip"),
         "token_level_loss": spec.denominator == "token",
     }
+    if spec.kl.coefficient:
+        settings["kl"] = {"use_loss": True, "init_coef": spec.kl.coefficient, "estimator": spec.kl.estimator}
+    if spec.entropy_coefficient:
+        settings["entropy_coef"] = spec.entropy_coefficient
     if surrogate.kind == "gspo" and surrogate.get("anchor") == "sampler":
         settings["is_correction_level"] = "token"
     elif correction.acts:

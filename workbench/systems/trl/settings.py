@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from workbench.systems.registry import Settings
+from workbench.systems.registry import Settings, WholeSettings
 from workbench.systems.trl.options import WITHOUT_EFFECT
 
 COUNTED = ("dapo", "cispo", "vespo")
@@ -49,7 +49,7 @@ class GRPOFamily(Settings):
     """Given: trained tokens of the generation batch, over all processes."""
 
 
-class TRLSettings(GRPOFamily):
+class TRLSettings(GRPOFamily, WholeSettings):
     """`GRPOConfig`, most of which leaves the loss as it is, and arguments of a call of `_compute_loss` (TRL 1.16.0)."""
 
     epsilon: float = Field(0.2, ge=0)
@@ -101,19 +101,6 @@ class TRLSettings(GRPOFamily):
     use_liger_kernel: bool = False
     """Take the loss of Liger's kernel."""
     without_effect: ClassVar[Mapping[str, str]] = WITHOUT_EFFECT
-    ignored: tuple[str, ...] = ()
-    """Options of the whole config that were given and do not change the loss (`options.WITHOUT_EFFECT`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _set_aside(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        aside = tuple(name for name in value if name in WITHOUT_EFFECT)
-        if not aside:
-            return value
-        kept = {name: option for name, option in value.items() if name not in aside}
-        return {**kept, "ignored": (*kept.get("ignored", ()), *aside)}
 
 
 class ISSettings(Settings):
