@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from workbench.diagnose import causes
 
@@ -22,16 +23,17 @@ PRODUCT = re.compile(rf"(times|over)_({PARTS})_(over_)?({PARTS}).*")
 """Factors of several parts of a run at once: the page says how they are named."""
 HEAD = """# Causes that diagnose names
 
-Names of `diagnosis.causes`, in `--json` and on the page, with the sentence that each stands for. What evidence a cause needs is in the
-[guide](../guides/diagnose.md#record-your-training-loop).
+Names of `diagnosis.causes`, in `--json` and on the page, with the sentence that each stands for. What evidence a cause
+needs is in the [guide](../guides/diagnose.md#record-your-training-loop).
 
-A wrong value of a loss that has no name of its own is told by the part that it changes: a coefficient, a penalty's estimator, an entropy bonus, a critic's
-or a z-loss as `one_term`; rewards, returns, baselines and whitening as `advantages`; the objective of a preference or a divergence as `other_loss`;
-a log-softmax or a forward pass in fewer bits as `lower_precision`; micro-batches whose gradient is cleared or left out as `ranks_lost`.
+A wrong value of a loss that has no name of its own is told by the part that it changes: a coefficient, a penalty's
+estimator, an entropy bonus, a critic's or a z-loss as `one_term`; rewards, returns, baselines and whitening as
+`advantages`; the objective of a preference or a divergence as `other_loss`; a log-softmax or a forward pass in fewer
+bits as `lower_precision`; micro-batches whose gradient is cleared or left out as `ranks_lost`.
 """
 OF_PRODUCTS = """
-Products and ratios of the factors of ranks and parts are causes of their own, named like `times_dp_tp`, `over_cp_dp_accumulation` and
-`times_dp_over_cp`.
+Products and ratios of the factors of ranks and parts are causes of their own, named like `times_dp_tp`,
+`over_cp_dp_accumulation` and `times_dp_over_cp`.
 """
 
 
@@ -50,4 +52,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())
