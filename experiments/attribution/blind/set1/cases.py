@@ -740,10 +740,10 @@ plant(
 plant(
     "m30",
     "qwen-m",
-    "e4m3 by token and channel, and temperature 0.85 where 1 is stated.",
+    "e4m3 weights by output channel, and temperature 0.85 where 1 is stated.",
     "serving defaults",
     "medium",
-    {F8: {"gemms": "fp8_rowwise"}, TE: {"temperature": 0.85}},
+    {F8: {"gemms": "fp8_weights_rowwise"}, TE: {"temperature": 0.85}},
 )
 plant(
     "m31",

@@ -81,7 +81,7 @@ PLANS = {
     ),
     "moe-l": Plan(
         "qwen3_moe", 12, 1888, 2.8, 2e-4, ("step_2", "step_3"),
-        {"hidden_size": 384, "intermediate_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 6,
+        {"hidden_size": 384, "intermediate_size": 768, "moe_intermediate_size": 304, "num_hidden_layers": 6,
          "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8,
          "num_experts_per_tok": 3, "norm_topk_prob": True},
         0.0, 16,
