@@ -12,6 +12,8 @@ The modules, in the order in which a check is built:
     screen.py, memo.py  long steps: mistakes excluded on a sample, shared results
     matching.py         documents and tokens of two dumps of one batch
     against.py          comparison of two systems on one batch
+    model.py            the step passed through its checkpoint, in any layout
+    model_stages.py     log-probabilities and gradient compared with the checkpoint's
     verdict.py          the result
 """
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.check.against import StepsCompared as StepsCompared
 from workbench.check.against import compare_steps
@@ -35,6 +37,9 @@ from workbench.specs.reading import parse_spec
 from workbench.systems.registry import load_system
 from workbench.systems.translate import loss_spec
 
+if TYPE_CHECKING:
+    from workbench.check.model import Precision
+
 
 def check_step(
     dump: StepDump | Path | str,
@@ -44,6 +49,9 @@ def check_step(
     advantages: Mapping[str, Any] | None = None,
     on_policy: bool | None = None,
     against: StepCheck | StepDump | Path | str | None = None,
+    model: Path | str | None = None,
+    layout: Mapping[str, Any] | None = None,
+    precision: Precision | None = None,
 ) -> StepCheck:
     """Recompute the loss of a trainer's step in float64, and compare every number that the trainer recorded.
 
@@ -60,10 +68,15 @@ def check_step(
         on_policy: the loss was computed on the old policy itself, before any update; None: as the dump says.
         against: another system's step on the same batch, to be compared by document and token: a dump, checked with
             its own system and settings, or the result of its own `check_step`.
+        model: checkpoint of the weights with which the step's loss was computed, as `model.source` of a run: two more
+            stages, log-probabilities and gradient, are computed in float64 and compared.
+        layout: in which the model is passed, such as `{"cp": 2}`; its ranks are simulated. None: one rank.
+        precision: of the trainer's model, whose distance from float64 is the tolerance; None: that of the dump.
 
     Raises:
         RecordError: a file that is missing, damaged or no dump.
-        SpecError: an unknown system, setting or estimator; a system whose dumps are not read.
+        SpecError: an unknown system, setting or estimator; a system whose dumps are not read; a model of another
+            vocabulary or with other parameters, a layout that is none.
 
     Example:
         >>> import torch
@@ -80,7 +93,19 @@ def check_step(
         "on_policy": on_policy,
     }
     step = replace(step, **{name: value for name, value in given.items() if value is not None})
-    result = judge(Reading(step, _spec(step), _estimator(step)))
+    reading = Reading(step, _spec(step), _estimator(step))
+    result = judge(reading)
+    if model is not None:
+        from workbench.check.model_stages import with_model  # loads the training step
+
+        result = with_model(result, reading, model, layout, precision)
+    elif layout is not None or precision is not None:
+        raise SpecError(
+            "check a step",
+            found="layout or precision without model",
+            rule="they are of the pass through the model",
+            fix="give the checkpoint: model= (--model)",
+        )
     if against is None:
         return result
     other = against if isinstance(against, StepCheck) else check_step(against)

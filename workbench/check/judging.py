@@ -242,7 +242,8 @@ def _factor(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
     if not text and shown == 1:
         return []  # one number always has a factor
     causes = [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
-    small = any(abs(value - round(value)) <= BAR[dump.dtype] and round(value) < SMALL for value in (factor, 1 / factor))
+    sizes = (factor, 1 / factor) if factor else (factor,)
+    small = any(abs(value - round(value)) <= BAR[dump.dtype] and round(value) < SMALL for value in sizes)
     if not small and not any(
         one.needs and one.needs <= {*LAYOUT} for one in named_sizes(dump, factor, BAR[dump.dtype])
     ):
@@ -299,10 +300,10 @@ def _places(dump: StepDump, null: Numbers, first: Stage) -> Iterable[str]:
         differ_T = (torch.as_tensor(value) - torch.as_tensor(other)).abs() > torch.as_tensor(
             null.bounds[mismatch.quantity]
         )
-        yield f"{mismatch.tokens} of {mismatch.of} tokens differ{_where(dump, differ_T)}"
+        yield f"{mismatch.tokens} of {mismatch.of} tokens differ{named_set(dump, differ_T)}"
 
 
-def _where(dump: StepDump, differ_T: Tensor) -> str:
+def named_set(dump: StepDump, differ_T: Tensor) -> str:
     """Name the set of tokens that differ, if it is one that has a name."""
     mask_T, ids_T = dump.loss_mask_T, dump.document_ids_T
     differ_T = differ_T & mask_T if bool((differ_T & mask_T).any()) else differ_T

@@ -82,6 +82,7 @@ def recompute_loss(
     metrics: bool = True,
     sample_T: Tensor | None = None,
     by_term: bool = False,
+    by_entropy: bool = False,
 ) -> dict[str, Tensor | float]:
     """Evaluate the loss of a step: weights, ratios, corrections, clip decisions, coefficients, losses, metrics.
 
@@ -92,6 +93,7 @@ def recompute_loss(
         sample_T: [T] tokens of whole documents to evaluate, under the weights of the whole step; the values of other
             tokens are 0, and the numbers are those of the sample. None: all.
         by_term: also the coefficients of each term, as "parts/..."; of a loss with several.
+        by_entropy: also the derivative by the token's entropy, as "entropy_coefficients".
 
     Raises:
         SpecError: the loss needs values that the step does not have.
@@ -124,10 +126,16 @@ def recompute_loss(
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
         leaf_T = _policy(reading, index_T, shift).requires_grad_()
-        head_output = TokenLogprobs(leaf_T, _at(dump, "entropies", index_T), None)
+        entropy_T = _at(dump, "entropies", index_T)
+        if by_entropy and entropy_T is not None:
+            entropy_T = entropy_T.detach().requires_grad_()
+        head_output = TokenLogprobs(leaf_T, entropy_T, None)
         inputs = loss_inputs(row, head_output, totals)
         evaluated = evaluate_loss(loss, inputs, of_row, row.loss_mask_T)
-        gradient_T = _gradient(evaluated.scalars["total"].value, leaf_T, keep=by_term)
+        gradient_T = _gradient(evaluated.scalars["total"].value, leaf_T, keep=by_term or by_entropy)
+        if by_entropy and entropy_T is not None:
+            of_entropy_T = _gradient(evaluated.scalars["total"].value, entropy_T, keep=by_term) * reading.factor
+            merged.add_tokens(index_T, {"entropy_coefficients": of_entropy_T})
         if by_term and len(evaluated.terms) > 1:
             parts = {name: _gradient(evaluated.scalars[name].value, leaf_T, keep=True) for name in evaluated.terms}
             merged.add_tokens(index_T, {f"parts/{name}": part_T * reading.factor for name, part_T in parts.items()})

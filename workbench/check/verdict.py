@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from torch import Tensor
 
 from workbench.check.against import StepsCompared
 from workbench.check.numbers import Numbers
@@ -54,6 +57,36 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class OfModel:
+    """What the step's checkpoint gives.
+
+    Attributes:
+        model: the checkpoint.
+        layout: in which it was passed.
+        precision: of the trainer's model, whose rounding is the tolerance.
+        gradient_norm: L2 norm of the gradient of the step's loss, in float64; None: its loss is not known.
+        logprobs_T: [T] nats, of the tokens that train; no part of the JSON form, as gradients.
+        gradients: by parameter, whole.
+    """
+
+    model: str
+    layout: str
+    precision: str
+    gradient_norm: float | None
+    logprobs_T: Tensor = field(repr=False, compare=False)
+    gradients: Mapping[str, Tensor] = field(repr=False, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers as JSON data."""
+        names = ("model", "layout", "precision", "gradient_norm")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        norm = "" if self.gradient_norm is None else f"; the norm of this step's gradient is {self.gradient_norm:.9g}"
+        return f"model {self.model}, {self.layout}, tolerance of {self.precision}{norm}"
+
+
+@dataclass(frozen=True)
 class StepCheck:
     """Verdict on one step.
 
@@ -69,6 +102,7 @@ class StepCheck:
         unknown_metrics: recorded metrics that are not recomputed.
         numbers: of the step, as tensors; no part of the JSON form.
         against: comparison with another system's step, if one was requested.
+        of_model: numbers of the step's checkpoint, if one was given.
     """
 
     origin: str
@@ -81,6 +115,7 @@ class StepCheck:
     unknown_metrics: tuple[str, ...] = ()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
     against: StepsCompared | None = field(default=None, repr=False)
+    of_model: OfModel | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -94,14 +129,16 @@ class StepCheck:
 
     def as_json(self) -> dict[str, Any]:
         """Return the check as JSON data."""
-        flat = asdict(replace(self, numbers=None, against=None))
-        del flat["numbers"], flat["against"]
-        more = {} if self.against is None else {"against": self.against.as_json()}
+        flat = asdict(replace(self, numbers=None, against=None, of_model=None))
+        del flat["numbers"], flat["against"], flat["of_model"]
+        parts = {"against": self.against, "of_model": self.of_model}
+        more = {name: part.as_json() for name, part in parts.items() if part is not None}
         return {"first": self.first and self.first.name, **flat, **more}
 
     def __str__(self) -> str:
         rows = [(stage.name, stage.status, _detail(stage)) for stage in self.stages]
-        lines = [f"{self.verdict}: {self.origin}", f"  {self.evidence}", ""]
+        lines = [f"{self.verdict}: {self.origin}", f"  {self.evidence}"]
+        lines += [""] if self.of_model is None else [f"  {self.of_model}", ""]
         lines += columns(rows, ("stage", "status", "quantities"), width=118)
         if self.first is not None:
             lines += ["", f"first difference: {self.first.name}", *(f"  {place}" for place in self.places)]

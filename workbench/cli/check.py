@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from workbench.cli.terminal import answered, print_lines, safe_lines
 from workbench.errors import SpecError
 from workbench.specs.reading import read_yaml
+from workbench.untrusted import parse_json
 
 KEYS = ("settings", "advantages")
 
@@ -24,6 +25,9 @@ def check(
     against: Path | None = None,
     against_system: str | None = None,
     against_settings: Path | None = None,
+    model: str | None = None,
+    layout: str | None = None,
+    precision: Literal["float64", "float32", "bfloat16"] | None = None,
     page: Path | None = None,
 ) -> int:
     """Recompute the loss of a trainer's step from its dump, and name the first stage that differs, with its cause.
@@ -41,6 +45,10 @@ def check(
             that differs, and the settings that do it.
         against_system: The trainer that wrote it; by default as that dump says.
         against_settings: YAML with its settings; by default those of that dump.
+        model: Checkpoint of the weights with which the step's loss was computed: its log-probabilities and gradient are
+            recomputed in float64, and compared.
+        layout: Layout in which the model is passed, such as '{"cp": 2}'; its ranks are simulated on this CPU.
+        precision: Of the trainer's model, whose distance from float64 is the tolerance; by default that of the dump.
         page: HTML file to write: stages, causes and every token of the documents that differ, without a network.
     """
     given = {} if settings is None else _settings(settings)
@@ -52,10 +60,20 @@ def check(
             rule="they are about the other dump",
             fix="name it: --against OTHER_DUMP",
         )
+    ranks = None if layout is None else _layout(layout)
     from workbench.check import check_step  # torch; mistakes above are told without it
 
     second = None if against is None else check_step(against, system=against_system, **other)
-    result = check_step(dump, system=system, on_policy=on_policy or None, against=second, **given)
+    result = check_step(
+        dump,
+        system=system,
+        on_policy=on_policy or None,
+        against=second,
+        model=model,
+        layout=ranks,
+        precision=precision,
+        **given,
+    )
     if page is not None:
         from workbench.report.checked_step import write_page  # report imports matplotlib
 
@@ -63,6 +81,21 @@ def check(
     if not answered(result.as_json):
         print_lines(safe_lines(str(result)))
     return 0 if result.ok else 1
+
+
+def _layout(text: str) -> Mapping[str, Any]:
+    try:
+        content = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        content = f"{type(error).__name__}: {error}"
+    if not isinstance(content, Mapping):
+        raise SpecError(
+            f"--layout {text}",
+            found=str(content)[:80],
+            rule="a JSON object of the settings of a layout",
+            fix="""such as --layout '{"cp": 2, "order": "zigzag"}'""",
+        )
+    return content
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors_torch
 from torch import Tensor
 
-from workbench.dumps.shards import Shard, join
-from workbench.dumps.step import DOCUMENT_FIELDS, TOKEN_FIELDS, StepDump, as_value
+from workbench.dumps.shards import Shard, join, join_ids
+from workbench.dumps.step import DOCUMENT_FIELDS, ID_FIELDS, TOKEN_FIELDS, StepDump, as_value
 from workbench.errors import RecordError, check_kind, did_you_mean
 from workbench.specs.mistakes import mistakes
 from workbench.untrusted import parse_json
@@ -68,6 +68,10 @@ class StepFile(BaseModel):
     """Recorded: what the loss was divided by."""
     metrics: dict[str, float] = {}
     """Recorded: numbers by the system's names."""
+    gradient_norm: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Recorded: L2 norm of the whole gradient, before a clip."""
+    gradients: tuple[str, ...] = ()
+    """Names of safetensors files with the step's gradient, whole, by the name of the parameter in the checkpoint."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Precision in which the trainer computed the loss."""
     temperature: float = Field(1.0, gt=0)
@@ -75,7 +79,7 @@ class StepFile(BaseModel):
     on_policy: bool = False
     """The loss was computed on the old policy itself."""
 
-    @field_validator("files")
+    @field_validator("files", "gradients")
     @classmethod
     def _names(cls, files: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(files)) < len(files) or any(Path(name).name != name for name in files):
@@ -96,8 +100,21 @@ def read_step(folder: Path | str) -> StepDump:
     about = _read_about(folder / STEP)
     shards = [_read_shard(folder / name, alone=len(about.files) == 1) for name in about.files]
     ids_T, tokens, documents = join(shards, str(folder))
-    given = about.model_dump(exclude={"format", "version", "files"})
-    return StepDump(ids_T, tokens, documents, **given, origin=str(folder))
+    ids = join_ids(shards, int(ids_T.max()) + 1, str(folder))
+    given = about.model_dump(exclude={"format", "version", "files", "gradients"})
+    return StepDump(
+        ids_T, tokens, documents, ids, _read_gradients(folder, about.gradients), **given, origin=str(folder)
+    )
+
+
+def _read_gradients(folder: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = {}
+    for name in names:
+        tensors = _load(folder / name)
+        if twice := sorted(set(tensors) & set(gradients)):
+            raise _broken(folder / name, f"the gradient of {twice[0]}, which another file has, too")
+        gradients |= tensors
+    return gradients
 
 
 def _read_about(path: Path) -> StepFile:
@@ -114,14 +131,18 @@ def _read_about(path: Path) -> StepFile:
     return about
 
 
-def _read_shard(path: Path, *, alone: bool) -> Shard:
+def _load(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = safetensors_torch.load(path.read_bytes())
+        return safetensors_torch.load(path.read_bytes())
     except OSError as error:
         raise _broken(path, f"{type(error).__name__}: {error.strerror}") from None
     except (SafetensorError, ValueError) as error:
         raise _broken(path, f"not safetensors: {error}") from None
-    known = (*TOKEN_FIELDS, *DOCUMENT_FIELDS, *_PLACES)
+
+
+def _read_shard(path: Path, *, alone: bool) -> Shard:
+    tensors = _load(path)
+    known = (*TOKEN_FIELDS, *DOCUMENT_FIELDS, *_PLACES, *ID_FIELDS, *(_lengths_of(name) for name in ID_FIELDS))
     if unknown := [name for name in tensors if name not in known]:
         hints = "; ".join(f"{name}: {did_you_mean(name, known, 'not known')}" for name in unknown)
         raise _broken(path, f"unknown tensors: {hints}")
@@ -143,7 +164,34 @@ def _read_shard(path: Path, *, alone: bool) -> Shard:
     ids_T, positions_T, numbers_N = _places(path, tensors, shape, packed=packed, alone=alone)
     documents = {name: as_value(name, tensors[name]) for name in of_documents}
     flat = {name: value.reshape(-1) for name, value in tokens.items()}
-    return Shard(path.name, ids_T, positions_T, flat, numbers_N, documents)
+    ids = {name: _ids(path, tensors, name, len(numbers_N)) for name in ID_FIELDS if name in tensors}
+    if idle := [name for name in map(_lengths_of, ID_FIELDS) if name in tensors and _ids_of(name) not in tensors]:
+        raise _broken(path, f"{idle[0]} without {_ids_of(idle[0])}")
+    return Shard(path.name, ids_T, positions_T, flat, numbers_N, documents, ids)
+
+
+def _lengths_of(name: str) -> str:
+    """prompt_ids -> prompt_lengths."""
+    return name.replace("_ids", "_lengths")
+
+
+def _ids_of(lengths: str) -> str:
+    return lengths.replace("_lengths", "_ids")
+
+
+def _ids(path: Path, tensors: dict[str, Tensor], name: str, number: int) -> list[Tensor]:
+    """Token ids of each document, [n] each, of ids end to end and their counts."""
+    lengths = _lengths_of(name)
+    if lengths not in tensors:
+        raise _broken(path, f"{name} without {lengths}: how many are of each document")
+    for one in (name, lengths):
+        if tensors[one].is_floating_point() or tensors[one].dim() != 1:
+            raise _broken(path, f"{one}: {tensors[one].dtype} {list(tensors[one].shape)}, where it is [n] of int64")
+    counts = tensors[lengths].tolist()
+    if len(counts) != number or min(counts, default=0) < 0 or sum(counts) != len(tensors[name]):
+        found = f"{lengths}: {len(counts)} documents of {number}, {sum(counts)} tokens of {len(tensors[name])}"
+        raise _broken(path, found)
+    return list(tensors[name].long().split(counts))
 
 
 def _places(

@@ -9,7 +9,7 @@ Letters: T tokens of a shard | N documents of a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Shard:
         tokens: values of tokens, [T] each.
         numbers_N: [N] numbers of the documents that ``documents`` is about.
         documents: values of documents, [N] each.
+        ids: token ids of documents, N tensors each.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Shard:
     tokens: Mapping[str, Tensor]
     numbers_N: Tensor
     documents: Mapping[str, Tensor]
+    ids: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
 def join(shards: Sequence[Shard], origin: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -103,6 +105,29 @@ def _documents(shards: Sequence[Shard], number: int, origin: str) -> dict[str, T
             raise _refused(origin, f"no {name} of document {int(torch.nonzero(~seen_N)[0])}", "one value a document")
         columns[name] = value_N
     return columns
+
+
+def join_ids(shards: Sequence[Shard], number: int, origin: str) -> dict[str, list[Tensor]]:
+    """Return the token ids of each document, by name, of shards of which several may have the same document.
+
+    Raises:
+        RecordError: shards with other names, a document without ids, or with two different ones.
+    """
+    joined: dict[str, list[Tensor]] = {}
+    for name in sorted({name for shard in shards for name in shard.ids}):
+        by_number: dict[int, tuple[Tensor, str]] = {}
+        for shard in shards:
+            if name not in shard.ids:
+                raise _refused(origin, f"no {name} in {shard.name}", "every shard has the same values")
+            for document, ids in zip(shard.numbers_N.tolist(), shard.ids[name], strict=True):
+                other, where = by_number.setdefault(document, (ids, shard.name))
+                if not torch.equal(other, ids):
+                    found = f"two values of {name} of document {document}, in {where} and {shard.name}"
+                    raise _refused(origin, found, "ranks that share a document agree on its values")
+        if missing := set(range(number)) - set(by_number):
+            raise _refused(origin, f"no {name} of document {min(missing)}", "one value a document")
+        joined[name] = [by_number[document][0] for document in range(number)]
+    return joined
 
 
 def _refused(origin: str, found: str, rule: str = RULE) -> RecordError:

@@ -8,7 +8,7 @@ Letters: T tokens of completions, of all documents | N documents | B rows | C pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +45,11 @@ DOCUMENT_FIELDS: Mapping[str, str] = {
     "rows": "micro-batch of the document, counted over ranks: rank * micro_batches + number of the micro-batch",
 }
 """Name of a value of each document -> its unit and meaning."""
+ID_FIELDS: Mapping[str, str] = {
+    "prompt_ids": "vocabulary ids of the prompt, before the document's first token",
+    "sampler_ids": "vocabulary ids of the completion that the engine drew, where the trainer encoded its text again",
+}
+"""Name of token ids of each document, of any number -> their meaning."""
 MASKS = ("loss_mask", "token_mask", "clipped")
 WHOLE_NUMBERS = ("token_ids", "group_ids", "rows")
 
@@ -57,6 +62,9 @@ class StepDump:
         document_ids_T: [T] 0..N-1, in order.
         tokens: values of tokens, [T] each, by the names of `TOKEN_FIELDS`; float64, int64 or bool.
         documents: values of documents, [N] each, by the names of `DOCUMENT_FIELDS`.
+        ids: token ids of documents, N tensors [n] each, by the names of `ID_FIELDS`.
+        gradients: recorded: gradient of the step's loss by the parameter's name in the checkpoint, before a clip.
+        gradient_norm: recorded: L2 norm of the whole gradient, before a clip; None: not recorded.
         system: a system of `workbench.systems`, or "" if the settings are those of a `LossSpec`.
         settings: of the loss, by the system's names.
         advantages: settings of the advantage estimator, by the system's names; {}: not known.
@@ -74,6 +82,9 @@ class StepDump:
     document_ids_T: Tensor
     tokens: Mapping[str, Tensor]
     documents: Mapping[str, Tensor] = field(default_factory=dict)
+    ids: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient_norm: float | None = None
     system: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     advantages: Mapping[str, Any] = field(default_factory=dict)
@@ -190,6 +201,18 @@ def broken_rules(dump: StepDump) -> list[str]:
                 broken.append(f"{name}: shape {list(value.shape)} for {size[level]} {level}s")
             elif name in MASKS and value.dtype is not torch.bool:
                 broken.append(f"{name}: dtype {value.dtype}, where a mask is bool")
+    for name, by_document in dump.ids.items():
+        if name not in ID_FIELDS:
+            hint = did_you_mean(name, ID_FIELDS, ", ".join(ID_FIELDS))
+            broken.append(f"unknown token ids of a document: {name} ({hint})")
+        elif len(by_document) != dump.num_documents:
+            broken.append(f"{name}: of {len(by_document)} documents, where the step has {dump.num_documents}")
+        else:
+            broken += [
+                f"{name} of document {number}: {ids.dtype} {list(ids.shape)}, where it is [n] of int64"
+                for number, ids in enumerate(by_document)
+                if ids.dtype is not torch.int64 or ids.dim() != 1
+            ]
     if "loss_mask" not in dump.tokens:
         broken.append("no loss_mask")
     return broken or _broken_values(dump)
@@ -209,6 +232,11 @@ def _broken_values(dump: StepDump) -> list[str]:
             broken.append(f"{name}: not finite in document {int(torch.nonzero(~value.isfinite())[0])}")
     if "token_mask" in dump.tokens and (bad := torch.nonzero(mask_T & ~dump.tokens["token_mask"]).squeeze(1).tolist()):
         broken.append(f"loss_mask: {len(bad)} tokens train that are padding, first {dump.place(bad[0])}")
+    for name, value in dump.gradients.items():
+        if not bool(value.isfinite().all()):
+            broken.append(f"gradient of {name}: not finite")
+    if dump.gradient_norm is not None and not 0 <= dump.gradient_norm < float("inf"):
+        broken.append(f"gradient_norm = {dump.gradient_norm}, where it is a finite number, at least 0")
     rows = dump.documents.get("rows")
     passes = dump.size("dp") * dump.size("micro_batches")
     if rows is not None and not (int(rows.min()) >= 0 and int(rows.max()) < passes):

@@ -247,3 +247,8 @@ def test_what_padding_holds_is_of_no_account(garbage):
     assert check.causes[0].kind == "shift"
     right = dump()
     assert check_step(right.with_tokens(**{name: values[name].reshape(-1) for name in names})).ok
+
+
+def test_coefficients_that_are_all_zero_are_a_factor_of_zero():
+    check = check_step(dump(factor=0.0))
+    assert (check.first.name, check.causes[0].description) == ("coefficients", "coefficients times 0")

@@ -1,0 +1,141 @@
+"""Log-probabilities and gradient against the checkpoint: what agrees, and the cause of what differs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.model_step import LENGTHS, MODEL, documents, dump, logprobs, mask, stock
+from workbench.check import check_step
+from workbench.errors import SpecError
+
+
+def recorded(**changes):
+    return torch.cat(logprobs(*documents(), **changes)).detach()
+
+
+def checked(step, **more):
+    return check_step(step, model=MODEL, **more)
+
+
+@pytest.mark.parametrize("layout", [None, {"cp": 2, "dp": 2}], ids=str)
+def test_a_right_step_agrees_with_its_whole_gradient(layout):
+    check = checked(dump(), layout=layout)
+    assert check.verdict == "agrees", check
+    assert [stage.name for stage in check.stages if stage.status == "agrees"] == [
+        "log-probabilities",
+        "loss",
+        "gradient",
+    ]
+    assert len(check.stages[-1].compared) == 1 + len(list(stock(0).parameters()))
+    assert check.of_model.gradient_norm == pytest.approx(dump().gradient_norm, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"),
+    [
+        (lambda: recorded(temperature=1.0), "temperature", "at temperature 1, not at the stated 0.8: the division"),
+        (lambda: recorded(temperature=1.37), "temperature", "at temperature 1.37, not"),
+        (lambda: recorded(temperature=1.23456), "temperature", "at temperature 1.23456, not"),
+        (lambda: recorded(temperature=1.0, over=0.8), "temperature", "at temperature 1, divided by 0.8"),
+        (lambda: recorded(seed=1), "stale", "other weights than this checkpoint"),
+        (lambda: recorded().bfloat16().double(), "rounded", "policy_logprobs rounded to bfloat16"),
+        (lambda: recorded().roll(1), "shift", "those of the token before"),
+        (lambda: recorded().roll(-1), "shift", "those of the token after"),
+    ],
+)
+def test_the_cause_of_other_log_probabilities_is_first(values, kind, text):
+    check = checked(dump(recorded=values(), gradients=False))
+    assert check.first.name == "log-probabilities"
+    assert check.causes[0].kind == kind
+    assert text in check.causes[0].description
+    assert [cause.kind for cause in check.causes if cause.stage == "log-probabilities"] == [kind]
+
+
+def test_a_checkpoint_of_the_old_policy_is_told():
+    check = checked(dump(recorded=recorded(seed=1), old=recorded(), gradients=False))
+    assert (
+        check.causes[0].description == "the checkpoint is the one of old_logprobs: policy_logprobs are of other weights"
+    )
+
+
+def test_one_other_token_is_no_other_checkpoint_and_has_its_place():
+    values = recorded()
+    values[LENGTHS[0] + 1] -= 1e-9
+    check = checked(dump(recorded=values, gradients=False))
+    assert check.first.name == "log-probabilities"
+    assert check.causes == ()
+    assert check.places[0].startswith("policy_logprobs at document 1, token 1: recorded ")
+
+
+def test_without_policy_logprobs_the_old_ones_are_compared():
+    step = dump(old=recorded(), gradients=False, losses={}).with_tokens(policy_logprobs=None)
+    check = checked(step)
+    assert check.stages[0].compared == ("old_logprobs",)
+    assert check.verdict == "agrees"
+    assert check.of_model.gradient_norm > 1
+    assert "gradient: not recorded; the norm is what this step gives" in check.undecided
+
+
+def test_a_factor_of_the_gradient_has_the_name_of_the_size():
+    check = checked(dump(factor=2.0, layout={"cp": 2}))
+    assert (check.first.name, check.causes[0].description) == ("gradient", "the gradient times 2 = cp")
+    check = checked(dump(factor=2.0, layout={"cp": 2}, gradients=False, gradient_norm=2 * dump().gradient_norm))
+    assert check.causes[0].description == "the gradient norm times 2 = cp"
+
+
+def test_a_factor_and_a_lost_gradient_of_some_parameters_are_told_by_name():
+    step = dump()
+    name = next(name for name in step.gradients if name.endswith("q_proj.weight"))
+    check = checked(replace(step, gradient_norm=None, gradients={**step.gradients, name: step.gradients[name] * 3}))
+    assert check.causes[0].description == f"the gradient of {name} times 3"
+    check = checked(replace(step, gradient_norm=None, gradients={**step.gradients, name: step.gradients[name] * 0}))
+    assert check.causes[0].description == f"no gradient reaches {name}"
+    assert f"1 of {len(step.gradients)} parameters differ: {name}" in check.places
+
+
+def test_the_gradient_is_that_of_the_recorded_coefficients_and_of_the_entropy():
+    step = dump(gradients=False)
+    zero = step.with_tokens(coefficients=torch.zeros(len(mask()), dtype=torch.float64))
+    assert checked(zero).of_model.gradient_norm == 0
+    with_entropy = replace(step, settings={**step.settings, "entropy_coefficient": 0.1}, losses={})
+    assert checked(with_entropy).of_model.gradient_norm == pytest.approx(_norm_with_entropy(0.1), rel=1e-10)
+
+
+def _norm_with_entropy(coefficient):
+    """Norm of the gradient of the plain loss minus the mean entropy, with the stock decoder."""
+    prompts, completions = documents()
+    step, model = dump(), stock(0)
+    entropies, values = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        rows = model(input_ids=torch.cat([prompt, completion])[None]).logits[0][len(prompt) - 1 : -1] / 0.8
+        rows = rows.log_softmax(-1)
+        entropies.append(-(rows.exp() * rows).sum(-1))
+        values.append(rows.gather(1, completion[:, None])[:, 0])
+    ratio = (torch.cat(values) - step.tokens["old_logprobs"]).exp()
+    advantages = step.tokens["advantages"]
+    value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = (value - coefficient * torch.cat(entropies))[mask()].sum() / mask().sum()
+    gradients = torch.autograd.grad(loss, tuple(model.parameters()))
+    return sum(float(one.square().sum()) for one in gradients) ** 0.5
+
+
+def test_a_loss_that_cannot_be_computed_leaves_its_gradient_open():
+    step = dump().with_tokens(advantages=None)
+    check = checked(replace(step, losses={}))
+    assert (check.stages[-1].status, check.stages[-1].missing) == ("not recomputed", "no advantages")
+    assert check.of_model.gradient_norm is None
+    assert check.verdict == "agrees"
+
+
+def test_the_tolerance_is_that_of_the_trainers_precision():
+    values = recorded() + 1e-7
+    assert checked(dump(recorded=values, gradients=False)).verdict == "differs"
+    assert checked(dump(recorded=values, gradients=False), precision="float32").verdict == "agrees"
+
+
+def test_settings_of_the_pass_without_a_model_are_an_error():
+    with pytest.raises(SpecError, match=r"layout or precision without model(.|\n)*--model"):
+        check_step(dump(), layout={"cp": 2})
+    with pytest.raises(SpecError, match=r"a gradient of module\.x"):
+        checked(replace(dump(), gradients={"module.x": torch.zeros(1)}))
