@@ -6,6 +6,7 @@ Letters: T tokens | N documents.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -167,7 +168,7 @@ def fitted_bounds(reading: Reading, null: Numbers) -> Iterator[Alternative]:
             signed_T = there_T & (advantages_T < 0)
             within, beyond = ratios_T[signed_T & ~off_T], ratios_T[signed_T & off_T & (ratios_T > 1)]
             if len(within) and len(beyond) and float(within.max()) < float(beyond.min()):
-                nice = _shortest(max(float(within.max()), 1.0), float(beyond.min()))
+                nice = _shortest(max(float(within.max()), math.nextafter(1.0, 2.0)), float(beyond.min()))
                 text = f"there is a dual clip at {nice:g} or near"
                 yield Alternative("clip", text, reading.changed(surrogate={"dual_clip": nice}))
     if spec.correction.ratio == "token" and spec.correction.outside == "truncate":

@@ -1,4 +1,4 @@
-"""A step passed through its checkpoint: token log-probabilities, entropies and the gradient of its loss, in any layout.
+"""A step passed through its checkpoint: token log-probabilities, and the gradient of its loss, in any layout.
 
 The gradient is that of `sum_t c_t logp_t + e_t H_t`, with `c` and `e` the derivatives of the step's loss by the
 log-probability and the entropy of each token: by the chain rule that of the loss, whatever it is and however it is
@@ -45,13 +45,11 @@ class Passed:
 
     Attributes:
         logprobs_T: [T] nats, of the tokens that train; 0 elsewhere.
-        entropies_T: [T] nats, likewise.
         gradients: whole gradient of each parameter.
         norms: its L2 norm.
     """
 
     logprobs_T: Tensor
-    entropies_T: Tensor
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
 
@@ -119,10 +117,10 @@ class ModelStep:
 
         sizes: dict[str, Any] = layout.mesh_sizes
         result = simulate(rank, **sizes, timeout_s=TIMEOUT_S)[0]
-        logprobs_T, entropies_T = (self._of_dump(result.tokens[name]) for name in ("policy_logprobs", "entropy_nats"))
+        logprobs_T = self._of_dump(result.tokens["policy_logprobs"])
         if not by_name:
-            return Passed(logprobs_T, entropies_T)
-        return Passed(logprobs_T, entropies_T, {n: g.cpu().double() for n, g in result.gradients.items()}, result.norms)
+            return Passed(logprobs_T)
+        return Passed(logprobs_T, {n: g.cpu().double() for n, g in result.gradients.items()}, result.norms)
 
     def head(self) -> Head:
         """Return the model's head over one float64 forward pass of one rank, for other temperatures."""

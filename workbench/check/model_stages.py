@@ -34,6 +34,8 @@ TEMPERATURES = (0.05, 20.0)
 """Between which a temperature is searched, in a logarithmic scale."""
 SAMPLE = 256
 """Tokens of a row on which a temperature is searched."""
+NEAR = 1e-5
+"""Relative distance below which a fitted temperature is the stated one: ten times what the search leaves open."""
 MOST = 0.9
 """Share of tokens that differ, from which on the weights are others; below, something happened to some tokens."""
 
@@ -112,9 +114,7 @@ def _filled(reading: Reading, bare: Passed) -> tuple[Reading, str]:
     dump = reading.dump
     if dump.advantages_T is None:
         return reading, "no advantages"
-    values = {} if can_evaluate(dump) else {"policy_logprobs": bare.logprobs_T}
-    values |= {} if "entropies" in dump.tokens else {"entropies": bare.entropies_T}
-    filled = reading.with_tokens(**values)
+    filled = reading if can_evaluate(dump) else reading.with_tokens(policy_logprobs=bare.logprobs_T)
     try:
         recompute_loss(filled, metrics=False)
     except WorkbenchError as error:
@@ -218,7 +218,7 @@ def _temperature(dump: StepDump, truth: _Truth, recorded_T: Tensor) -> str | Non
         column_T = head.logprobs(temperature)
         # a fitted value is known to the root of float64's rounding
         slack_T = bound_T + (1e-6 * (1 + column_T.abs()) if temperature == found else 0.0)
-        if temperature != own and bool(((recorded_T - column_T).abs() <= slack_T)[mask_T].all()):
+        if abs(temperature / own - 1) > NEAR and bool(((recorded_T - column_T).abs() <= slack_T)[mask_T].all()):
             missing = ": the division of logits is missing" if temperature == 1 else ""
             return f"are at temperature {temperature:.6g}, not at the stated {own:g}{missing}"
     return None

@@ -98,12 +98,14 @@ def test_the_gradient_is_that_of_the_recorded_coefficients_and_of_the_entropy():
     step = dump(gradients=False)
     zero = step.with_tokens(coefficients=torch.zeros(len(mask()), dtype=torch.float64))
     assert checked(zero).of_model.gradient_norm == 0
+    norm, entropies = _with_entropy(0.1)
     with_entropy = replace(step, settings={**step.settings, "entropy_coefficient": 0.1}, losses={})
-    assert checked(with_entropy).of_model.gradient_norm == pytest.approx(_norm_with_entropy(0.1), rel=1e-10)
+    with_entropy = with_entropy.with_tokens(entropies=entropies)
+    assert checked(with_entropy).of_model.gradient_norm == pytest.approx(norm, rel=1e-10)
 
 
-def _norm_with_entropy(coefficient):
-    """Norm of the gradient of the plain loss minus the mean entropy, with the stock decoder."""
+def _with_entropy(coefficient):
+    """Norm of the gradient of the plain loss minus the mean entropy, and the entropies, with the stock decoder."""
     prompts, completions = documents()
     step, model = dump(), stock(0)
     entropies, values = [], []
@@ -117,7 +119,7 @@ def _norm_with_entropy(coefficient):
     value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     loss = (value - coefficient * torch.cat(entropies))[mask()].sum() / mask().sum()
     gradients = torch.autograd.grad(loss, tuple(model.parameters()))
-    return sum(float(one.square().sum()) for one in gradients) ** 0.5
+    return sum(float(one.square().sum()) for one in gradients) ** 0.5, torch.cat(entropies).detach()
 
 
 def test_a_loss_that_cannot_be_computed_leaves_its_gradient_open():
