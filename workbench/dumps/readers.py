@@ -112,6 +112,31 @@ def groups_of_prompts(prompts: Sequence[Tensor]) -> Tensor:
     return numbered([json.dumps(prompt.tolist()) for prompt in prompts])
 
 
+def padded_ids(path: Path, name: str, ids_BC: Tensor, mask_BC: Tensor) -> list[Tensor]:
+    """Return the token ids [n] of each row of a rectangle, without padding on any side.
+
+    Raises:
+        RecordError: ids that are no whole numbers, or a mask of another shape.
+    """
+    if ids_BC.is_floating_point() or ids_BC.dim() != 2 or ids_BC.shape != mask_BC.shape:
+        found = f"{name} of {ids_BC.dtype} {list(ids_BC.shape)}, a mask of {list(mask_BC.shape)}"
+        raise refuse_names(path, found, "[B, C] of whole numbers, and a mask of that shape")
+    return [row[keep] for row, keep in zip(ids_BC.long().cpu(), mask_BC.bool().cpu(), strict=True)]
+
+
+def gradients_of(path: Path, content: Any) -> dict[str, Tensor]:
+    """Return gradients by the name of the parameter, that a hook added; none if there are none.
+
+    Raises:
+        RecordError: no dict of tensors.
+    """
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise refuse_names(path, f"gradients: a {type(content).__name__}", "a dict of tensors, by parameter")
+    return {str(name): value.detach().cpu() for name, value in content.items()}
+
+
 def text_only(
     rewards: Sequence[float], group_ids: Tensor, *, advantages: Sequence[float] | None = None, **more: Any
 ) -> StepDump:

@@ -5,6 +5,8 @@
 
 A tiny decoder, two prompts with four completions, two optimizer steps on one generation batch: in the second the policy
 has moved. The hook is what a user adds.
+
+`with_gradients.pt` has the gradients of the parameters, too, and `policy/` the checkpoint that they are of.
 """
 
 import shutil
@@ -38,11 +40,15 @@ class Dumping(trl.GRPOTrainer):
         return loss
 
     def training_step(self, *arguments, **options):
+        self.model.save_pretrained(f"{self.args.output_dir}/policy{self.state.global_step}")
         result = super().training_step(*arguments, **options)
         logps, entropies, _ = self.outputs
         more = {"per_token_logps": logps.detach(), "grad_per_token_logps": logps.grad, "entropies": entropies.detach()}
         metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
-        torch.save({**self.seen, **more, "metrics": metrics}, f"{self.args.output_dir}/step{self.state.global_step}.pt")
+        folder, step = self.args.output_dir, self.state.global_step
+        torch.save({**self.seen, **more, "metrics": metrics}, f"{folder}/step{step}.pt")
+        gradients = {name: value.grad.clone() for name, value in self.model.named_parameters()}
+        torch.save({**self.seen, **more, "metrics": metrics, "gradients": gradients}, f"{folder}/gradients{step}.pt")
         return result
 
 
@@ -89,10 +95,14 @@ def train(folder: str, loss_type: str) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write the second step of two loss types, and the completions."""
+    """Write the second step of two loss types, and the completions; of one also its gradient and its checkpoint."""
     for loss_type in ("dapo", "grpo"):
         with tempfile.TemporaryDirectory() as scratch:
             train(scratch, loss_type)
+            if loss_type == "grpo":
+                shutil.copy(f"{scratch}/gradients1.pt", folder / "with_gradients.pt")
+                shutil.rmtree(folder / "policy", ignore_errors=True)
+                shutil.copytree(f"{scratch}/policy1", folder / "policy")
             shutil.copy(f"{scratch}/step1.pt", folder / f"{loss_type}.pt")
             shutil.copy(f"{scratch}/completions/completions_00001.parquet", folder / "completions.parquet")
 

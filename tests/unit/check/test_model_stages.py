@@ -1,12 +1,13 @@
 """Log-probabilities and gradient against the checkpoint: what agrees, and the cause of what differs."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.model_step import LENGTHS, MODEL, documents, dump, logprobs, mask, stock
-from workbench.check import check_step
+from workbench.check import check_step, read_dump
 from workbench.errors import SpecError
 
 
@@ -141,3 +142,31 @@ def test_settings_of_the_pass_without_a_model_are_an_error():
         check_step(dump(), layout={"cp": 2})
     with pytest.raises(SpecError, match=r"a gradient of module\.x"):
         checked(replace(dump(), gradients={"module.x": torch.zeros(1)}))
+
+
+TRL = Path("tests/dumps/trl")
+
+
+def of_trl(**changes):
+    step = read_dump(TRL / "with_gradients.pt", "trl")
+    return check_step(replace(step, settings={"loss_type": "grpo"}, **changes), model=TRL / "policy")
+
+
+def test_log_probabilities_and_every_gradient_of_trls_own_backward_agree():
+    check = of_trl()
+    assert check.verdict == "agrees", check
+    assert [check.stages[0].status, check.stages[-1].status] == ["agrees", "agrees"]
+    step, passed = read_dump(TRL / "with_gradients.pt", "trl"), check.of_model
+    assert step.gradients.keys() == passed.gradients.keys()
+    distance = sum(float((step.gradients[n].double() - g).square().sum()) for n, g in passed.gradients.items())
+    assert distance**0.5 < 1e-6 * passed.gradient_norm
+
+
+def test_another_step_of_trl_is_another_checkpoint():
+    """The log-probabilities that TRL had before the update, as those of the step."""
+    step = read_dump(TRL / "with_gradients.pt", "trl")
+    tokens = {**step.tokens, "policy_logprobs": step.tokens["old_logprobs"]}
+    check = of_trl(tokens=tokens)
+    assert (check.first.name, check.causes[0].kind) == ("log-probabilities", "stale")
+    check = of_trl(temperature=0.9)
+    assert (check.first.name, check.causes[0].kind) == ("log-probabilities", "temperature")

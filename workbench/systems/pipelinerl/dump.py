@@ -60,7 +60,8 @@ def read_dump(path: Path) -> StepDump:
     else:
         notes.append(TURNS)
     layout = {"dp": len(files), "micro_batches": most}
-    return packed(path, rows, documents, system="pipelinerl", layout=layout, notes=tuple(notes))
+    ids = {"prompt_ids": [prompt.long() for prompt in prompts]}
+    return packed(path, rows, documents, system="pipelinerl", ids=ids, layout=layout, notes=tuple(notes))
 
 
 def _files(path: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Reader of what TRL writes of a step: tensors of `GRPOTrainer._compute_loss` under its names, and logged completions.
 
 TRL saves no tensors by itself; a hook in a subclass does (docs/guides/check-a-step.md). Two of its names are not TRL's:
-`per_token_logps`, which the loss is computed from, and `grad_per_token_logps`, the loss's derivative by them.
+`per_token_logps`, which the loss is computed from, and `grad_per_token_logps`, the loss's derivative by them; nor is
+`gradients`, those of the parameters by name, before they are clipped.
 
 Letters: B rows | C padded length of completions.
 """
@@ -15,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.dumps.readers import numbered, read_table, rectangle, refuse_names, text_only, total_of
+from workbench.dumps.readers import (
+    gradients_of,
+    numbered,
+    padded_ids,
+    read_table,
+    rectangle,
+    refuse_names,
+    text_only,
+    total_of,
+)
 from workbench.dumps.step import StepDump
 from workbench.rollouts.torch_files import read_restricted
 
@@ -67,8 +77,17 @@ def read_dump(path: Path) -> StepDump:
         losses={} if loss is None else {"total": float(loss)},
         metrics=_numbers(metrics if isinstance(metrics, Mapping) else {}),
         origin=str(path),
+        ids=_prompts(path, content),
+        gradients=gradients_of(path, content.get("gradients")),
         notes=_notes(content),
     )
+
+
+def _prompts(path: Path, content: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+    ids, mask = content.get("prompt_ids"), content.get("prompt_mask")
+    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        return {}
+    return {"prompt_ids": padded_ids(path, "prompt_ids", ids, mask)}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

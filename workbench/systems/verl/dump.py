@@ -1,7 +1,8 @@
 """Reader of what verl writes of a step: `DataProto.save_to_disk`, tensors under its names, and generations (.jsonl).
 
-Of a `DataProto` the responses are read; prompts have no loss. Two names are not verl's own, and may be added by a hook
-in the actor: `log_probs`, of the policy that the loss is of, and `grad_log_probs`, the loss's derivative by them.
+Of a `DataProto` the responses are read, and prompts for a check with the model. Two names are not verl's own, and may
+be added by a hook in the actor: `log_probs`, of the policy that the loss is of, and `grad_log_probs`, the loss's
+derivative by them.
 
 Letters: B sequences | C padded length of responses | N documents.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.dumps.readers import numbered, read_json_lines, rectangle, refuse_names, text_only
+from workbench.dumps.readers import numbered, padded_ids, read_json_lines, rectangle, refuse_names, text_only
 from workbench.dumps.step import StepDump
 from workbench.dumps.tensordicts import KNOWN, DataProto
 from workbench.errors import RecordError
@@ -74,8 +75,17 @@ def read_dump(path: Path) -> StepDump:
         metrics=metrics,
         temperature=float(content.meta.get("temperature", 1.0)),
         origin=str(path),
+        ids=_prompts(path, batch),
         notes=_notes(batch, known),
     )
+
+
+def _prompts(path: Path, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Prompts, which verl pads on the left; attention_mask covers prompts and responses."""
+    prompts = batch.get("prompts")
+    if prompts is None or "attention_mask" not in batch:
+        return {}
+    return {"prompt_ids": padded_ids(path, "prompts", prompts, batch["attention_mask"][:, : prompts.shape[-1]])}
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
