@@ -12,6 +12,7 @@ The modules, in the order in which a check is built:
     screen.py, memo.py  long steps: mistakes excluded on a sample, shared results
     matching.py         documents and tokens of two dumps of one batch
     against.py          comparison of two systems on one batch
+    tokens.py           the trainer's tokens and those that the engine drew
     model.py            the step passed through its checkpoint, in any layout
     model_stages.py     log-probabilities and gradient compared with the checkpoint's
     verdict.py          the result
@@ -19,7 +20,7 @@ The modules, in the order in which a check is built:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,12 @@ from workbench.check.against import StepsCompared as StepsCompared
 from workbench.check.against import compare_steps
 from workbench.check.judging import judge
 from workbench.check.reading import Reading
+from workbench.check.tokens import with_tokens
 from workbench.check.verdict import StepCheck as StepCheck
 from workbench.dumps.interchange import STEP, read_step
 from workbench.dumps.step import StepDump
 from workbench.errors import SpecError, check_kind
+from workbench.rollouts.vocabulary import read_vocabulary
 from workbench.specs.losses import LossSpec
 from workbench.specs.reading import parse_spec
 from workbench.systems.registry import load_system
@@ -52,6 +55,7 @@ def check_step(
     model: Path | str | None = None,
     layout: Mapping[str, Any] | None = None,
     precision: Precision | None = None,
+    vocabulary: Sequence[str] | Path | None = None,
 ) -> StepCheck:
     """Recompute the loss of a trainer's step in float64, and compare every number that the trainer recorded.
 
@@ -72,6 +76,8 @@ def check_step(
             stages, log-probabilities and gradient, are computed in float64 and compared.
         layout: in which the model is passed, such as `{"cp": 2}`; its ranks are simulated. None: one rank.
         precision: of the trainer's model, whose distance from float64 is the tolerance; None: that of the dump.
+        vocabulary: text of each token id, or a JSON file with a list of them: says if tokens of the trainer that the
+            engine did not draw are the same text.
 
     Raises:
         RecordError: a file that is missing, damaged or no dump.
@@ -106,6 +112,8 @@ def check_step(
             rule="they are of the pass through the model",
             fix="give the checkpoint: model= (--model)",
         )
+    texts = read_vocabulary(Path(vocabulary)) if isinstance(vocabulary, str | Path) else vocabulary
+    result = with_tokens(result, step, texts)
     if against is None:
         return result
     other = against if isinstance(against, StepCheck) else check_step(against)

@@ -28,6 +28,7 @@ def check(
     model: str | None = None,
     layout: str | None = None,
     precision: Literal["float64", "float32", "bfloat16"] | None = None,
+    vocabulary: Path | None = None,
     page: Path | None = None,
 ) -> int:
     """Recompute the loss of a trainer's step from its dump, and name the first stage that differs, with its cause.
@@ -49,6 +50,8 @@ def check(
             recomputed in float64, and compared.
         layout: Layout in which the model is passed, such as '{"cp": 2}'; its ranks are simulated on this CPU.
         precision: Of the trainer's model, whose distance from float64 is the tolerance; by default that of the dump.
+        vocabulary: JSON list with the text of each token id: says if tokens of the trainer that the engine did not draw
+            are the same text.
         page: HTML file to write: stages, causes and every token of the documents that differ, without a network.
     """
     given = {} if settings is None else _settings(settings)
@@ -72,6 +75,7 @@ def check(
         model=model,
         layout=ranks,
         precision=precision,
+        vocabulary=vocabulary,
         **given,
     )
     if page is not None:

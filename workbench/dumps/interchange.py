@@ -70,6 +70,8 @@ class StepFile(BaseModel):
     """Recorded: numbers by the system's names."""
     gradient_norm: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Recorded: L2 norm of the whole gradient, before a clip."""
+    texts: tuple[str, ...] = ()
+    """Of the completions as the engine returned them, in the order of documents."""
     gradients: tuple[str, ...] = ()
     """Names of safetensors files with the step's gradient, whole, by the name of the parameter in the checkpoint."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"

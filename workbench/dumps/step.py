@@ -63,6 +63,7 @@ class StepDump:
         tokens: values of tokens, [T] each, by the names of `TOKEN_FIELDS`; float64, int64 or bool.
         documents: values of documents, [N] each, by the names of `DOCUMENT_FIELDS`.
         ids: token ids of documents, N tensors [n] each, by the names of `ID_FIELDS`.
+        texts: of the completions as the engine returned them, N; (): not recorded.
         gradients: recorded: gradient of the step's loss by the parameter's name in the checkpoint, before a clip.
         gradient_norm: recorded: L2 norm of the whole gradient, before a clip; None: not recorded.
         system: a system of `workbench.systems`, or "" if the settings are those of a `LossSpec`.
@@ -85,6 +86,7 @@ class StepDump:
     ids: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_norm: float | None = None
+    texts: Sequence[str] = ()
     system: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     advantages: Mapping[str, Any] = field(default_factory=dict)
@@ -232,6 +234,8 @@ def _broken_values(dump: StepDump) -> list[str]:
             broken.append(f"{name}: not finite in document {int(torch.nonzero(~value.isfinite())[0])}")
     if "token_mask" in dump.tokens and (bad := torch.nonzero(mask_T & ~dump.tokens["token_mask"]).squeeze(1).tolist()):
         broken.append(f"loss_mask: {len(bad)} tokens train that are padding, first {dump.place(bad[0])}")
+    if dump.texts and len(dump.texts) != dump.num_documents:
+        broken.append(f"texts: of {len(dump.texts)} documents, where the step has {dump.num_documents}")
     for name, value in dump.gradients.items():
         if not bool(value.isfinite().all()):
             broken.append(f"gradient of {name}: not finite")

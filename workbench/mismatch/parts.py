@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workbench.errors import RecordError
 from workbench.mismatch.alarm import calibrate
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
@@ -29,7 +28,7 @@ from workbench.mismatch.sampled import explain_sampled
 from workbench.mismatch.search import REPRODUCED, Explanation, configured
 from workbench.mismatch.settings import Sampler, Trainer
 from workbench.mismatch.verdict import Attribution, Part, Verdict, summary
-from workbench.untrusted import parse_json
+from workbench.rollouts.vocabulary import read_vocabulary
 
 SCALE_DRAWS = 2
 """Draws of the floor before the search, which needs its size alone."""
@@ -40,7 +39,12 @@ SAMPLING = ("temperature", "truncation", "log-probability mode")
 def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str) -> Attribution:
     """See `workbench.mismatch.attribute`."""
     documents = read_documents(sampler.rollouts)
-    computation = Computation(trainer, documents, vocabulary=_vocabulary(sampler), device=device)
+    computation = Computation(
+        trainer,
+        documents,
+        vocabulary=None if sampler.vocabulary is None else read_vocabulary(sampler.vocabulary),
+        device=device,
+    )
     stated = {"trainer": Configuration.stated(trainer), "sampler": Configuration.stated(sampler)}
     sampler_T = torch.cat([d.sampler_C for d in documents])
     first = min(draws, SCALE_DRAWS)
@@ -125,24 +129,6 @@ def _trainer_column(computation: Computation, stated: Configuration) -> Tensor:
     if recorded[0] is None:
         return computation.column(stated)
     return torch.cat([one for one in recorded if one is not None])
-
-
-def _vocabulary(sampler: Sampler) -> list[str] | None:
-    if sampler.vocabulary is None:
-        return None
-    try:
-        texts = parse_json(sampler.vocabulary.read_text(encoding="utf8"))
-        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            return texts
-        found = type(texts).__name__
-    except (OSError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
-    raise RecordError(
-        f"read the vocabulary {sampler.vocabulary}",
-        found=found,
-        rule="a JSON list with the text of each id",
-        fix="json.dumps([tokenizer.decode([i]) for i in range(len(tokenizer))])",
-    )
 
 
 def _decided(computation: Computation, stated: Configuration, explanation: Explanation) -> Explanation:

@@ -8,7 +8,14 @@ import torch
 
 from tests.helpers.model_step import LENGTHS, MODEL, documents, dump, logprobs, mask, stock
 from workbench.check import check_step, read_dump
+from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
+from workbench.losses.build import build_loss
+from workbench.rollouts.batch import RolloutBatch
+from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
+from workbench.train.checkpoint import build_policy
+from workbench.train.step import prepare_rows, run_step
 
 
 def recorded(**changes):
@@ -170,3 +177,48 @@ def test_another_step_of_trl_is_another_checkpoint():
     assert (check.first.name, check.causes[0].kind) == ("log-probabilities", "stale")
     check = of_trl(temperature=0.9)
     assert (check.first.name, check.causes[0].kind) == ("log-probabilities", "temperature")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_step_of_our_own_training_in_float32_in_another_layout_agrees(temperature):
+    """A dump of `run_step` in float32 over cp=2: `wb.check_step` with the model in float64 over dp=2."""
+    settings = {"name": "grpo", "kl": {"coefficient": 0.0}}
+    spec = RunSpec(model={"source": MODEL}, loss=settings, layout={"cp": 2}, device="cpu")
+    prompts, completions = documents()
+    rewards = (1.0, 0.0, 0.5, 0.25)
+    rows = []
+    for prompt, completion, reward in zip(prompts, completions, rewards, strict=True):
+        mask_of = [0] * len(prompt) + [1] * len(completion)
+        ids = torch.cat([prompt, completion])
+        rows.append({"tokens": ids, "loss_mask": mask_of, "advantages": reward - 0.4, "old_logprobs": [0.0] * len(ids)})
+    batch = RolloutBatch.from_documents(rows, temperature=temperature)
+
+    def rank(mesh):
+        policy = build_policy(spec, mesh, Path(), temperature=temperature)
+        local, totals = prepare_rows(batch, spec, mesh)
+        return run_step(policy, build_loss(spec.loss), local, totals, num_source=batch.num_tokens, keep_gradients=True)
+
+    result = simulate(rank, cp=2)[0]
+    trains = batch.loss_mask_T
+    tokens = {
+        "loss_mask": torch.ones(int(trains.sum()), dtype=torch.bool),
+        "token_ids": torch.cat(completions),
+        "policy_logprobs": result.tokens["policy_logprobs"][trains].double(),
+        "old_logprobs": torch.zeros(int(trains.sum()), dtype=torch.float64),
+        "advantages": batch.advantages_T[trains].double(),
+    }
+    step = StepDump(
+        batch.document_ids_T[trains],
+        tokens,
+        ids={"prompt_ids": prompts},
+        gradients=result.gradients,
+        gradient_norm=sum(norm**2 for norm in result.norms.values()) ** 0.5,
+        settings=settings,
+        losses={"total": float(result.loss["total"])},
+        temperature=temperature,
+    )
+    check = checked(step, layout={"dp": 2})
+    assert check.verdict == "agrees", check
+    other = checked(replace(step, temperature=temperature + 0.1))
+    assert other.causes[0].kind == "temperature"
+    assert checked(replace(step, gradient_norm=step.gradient_norm * 1.01)).first.name == "gradient"

@@ -58,3 +58,37 @@ def test_against_another_dump(tmp_path, capsys):
     assert answer["against"]["settings"][0]["name"] == "denominator"
     assert run(tmp_path, RIGHT, "--against-system", "verl") == 2
     assert "name it: --against" in capsys.readouterr().err
+
+
+TRL = DUMPS.parent / "trl"
+
+
+def with_model(tmp_path, *arguments, dump=TRL / "with_gradients.pt"):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("settings: {loss_type: grpo}")
+    return main(["check", str(dump), "--system", "trl", "--settings", str(settings), *arguments])
+
+
+def test_with_a_model_in_a_layout(tmp_path, capsys):
+    given = ["--model", str(TRL / "policy"), "--layout", '{"cp": 2}', "--json", "--page", str(tmp_path / "step.html")]
+    assert with_model(tmp_path, *given) == 0
+    answer = json.loads(capsys.readouterr().out)["result"]
+    assert [answer["stages"][0]["name"], answer["stages"][-1]["name"]] == ["log-probabilities", "gradient"]
+    assert answer["of_model"]["gradient_norm"] > 0.1
+    assert answer["of_model"]["layout"].startswith("cp=2")
+    assert "log-probabilities" in (tmp_path / "step.html").read_text()
+
+
+def test_mistakes_of_a_model_give_2_without_a_traceback(tmp_path, capsys):
+    model = ["--model", str(TRL / "policy")]
+    assert with_model(tmp_path, "--layout", '{"cp": 2}') == 2
+    assert with_model(tmp_path, *model, "--layout", "cp=2") == 2
+    assert with_model(tmp_path, *model, "--layout", '{"cpu": 2}') == 2
+    assert with_model(tmp_path, *model, "--layout", '{"tp": 4}') == 2
+    assert with_model(tmp_path, "--model", str(tmp_path / "nowhere")) == 2
+    assert with_model(tmp_path, "--model", "tiny-qwen3") == 2  # a vocabulary of 19
+    assert with_model(tmp_path, "--vocabulary", str(tmp_path / "nowhere.json")) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.count("do: ") == 7
+    assert "ids of the checkpoint's own vocabulary, 0 to 18" in error

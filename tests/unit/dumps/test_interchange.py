@@ -128,3 +128,39 @@ def test_damage_is_an_error(tmp_path):
             read_step(folder)
     with pytest.raises(SpecError):
         read_step(3)
+
+
+def test_prompts_engine_ids_and_gradients_are_read(tmp_path):
+    write_step, _ = the_writer()
+    mask = torch.ones(2, 2)
+    ids = {
+        "prompt_ids": torch.tensor([5, 6, 7]),
+        "prompt_lengths": torch.tensor([1, 2]),
+        "sampler_ids": torch.tensor([1, 2]),
+        "sampler_lengths": torch.tensor([2, 0]),
+    }
+    about = {"gradients": ["g.safetensors"], "gradient_norm": 2.0, "texts": ["a", "b"]}
+    write_step(tmp_path, {"loss_mask": mask, **ids}, **about)
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "g.safetensors")
+    step = read_step(tmp_path)
+    assert [one.tolist() for one in step.ids["prompt_ids"]] == [[5], [6, 7]]
+    assert [one.tolist() for one in step.ids["sampler_ids"]] == [[1, 2], []]
+    assert (step.gradient_norm, step.texts) == (2.0, ("a", "b"))
+    assert step.gradients["w"].tolist() == [[1, 1], [1, 1]]
+    for wrong, text in (
+        ({"prompt_lengths": torch.tensor([1, 1])}, "prompt_lengths: 2 documents of 2, 2 tokens of 3"),
+        ({"prompt_lengths": torch.tensor([3])}, "prompt_lengths: 1 documents of 2"),
+        ({"prompt_ids": torch.ones(3)}, "prompt_ids: torch.float32"),
+    ):
+        write_step(tmp_path, {"loss_mask": mask, **ids, **wrong}, **about)
+        with pytest.raises(RecordError, match=text):
+            read_step(tmp_path)
+    write_step(tmp_path, {"loss_mask": mask, "prompt_ids": ids["prompt_ids"]})
+    with pytest.raises(RecordError, match="prompt_ids without prompt_lengths"):
+        read_step(tmp_path)
+    write_step(tmp_path, {"loss_mask": mask, "prompt_lengths": ids["prompt_lengths"]})
+    with pytest.raises(RecordError, match="prompt_lengths without prompt_ids"):
+        read_step(tmp_path)
+    write_step(tmp_path, {"loss_mask": mask}, gradients=["nowhere.safetensors"])
+    with pytest.raises(RecordError, match=r"nowhere\.safetensors"):
+        read_step(tmp_path)

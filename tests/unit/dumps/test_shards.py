@@ -1,9 +1,11 @@
 """Shards of ranks become the whole step; overlaps and gaps are refused with document and token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from workbench.dumps.shards import Shard, join
+from workbench.dumps.shards import Shard, join, join_ids
 from workbench.errors import RecordError
 
 LENGTHS = (4, 2, 3)
@@ -55,3 +57,18 @@ def test_ranks_agree_on_documents_and_names():
         join([first, shard([4, 5, 6, 7, 8], "b", (2,))], "a step")
     with pytest.raises(RecordError, match="rewards in a or b, but not in both"):
         join([first, shard([4, 5, 6, 7, 8], "b", of_documents={})], "a step")
+
+
+def test_ids_of_documents_are_put_together_and_agree():
+    def with_ids(name, documents, *ids):
+        rank = shard([0, 1, 2, 3], name, documents)
+        return replace(rank, ids={"prompt_ids": [torch.tensor(one) for one in ids]})
+
+    ranks = [with_ids("a", (1, 0), [5], [6, 7]), with_ids("b", (2, 0), [], [6, 7])]
+    assert [one.tolist() for one in join_ids(ranks, 3, "a step")["prompt_ids"]] == [[6, 7], [5], []]
+    with pytest.raises(RecordError, match="two values of prompt_ids of document 0, in a and b"):
+        join_ids([ranks[0], with_ids("b", (2, 0), [], [6])], 3, "a step")
+    with pytest.raises(RecordError, match="no prompt_ids of document 3"):
+        join_ids(ranks, 4, "a step")
+    with pytest.raises(RecordError, match="no prompt_ids in c"):
+        join_ids([*ranks, shard([0], "c")], 3, "a step")
