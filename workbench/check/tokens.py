@@ -14,7 +14,7 @@ from workbench.check.stages import Mismatch
 from workbench.check.verdict import Cause, Stage, StepCheck
 from workbench.dumps.step import StepDump
 from workbench.errors import listed
-from workbench.rollouts.vocabulary import Respelled, decoded, differing_runs
+from workbench.rollouts.vocabulary import Differing, decoded, differing_runs
 
 TOKENS = "tokens"
 SHOWN = 3
@@ -44,7 +44,7 @@ def with_tokens(result: StepCheck, dump: StepDump, vocabulary: Sequence[str] | N
 
 
 def _against_ids(result: StepCheck, dump: StepDump, vocabulary: Sequence[str] | None) -> StepCheck:
-    runs: list[tuple[int, int, Respelled]] = []
+    runs: list[tuple[int, int, Differing]] = []
     trained, total = 0, 0
     for number, at_T, own in _completions(dump):
         engine = dump.ids["sampler_ids"][number].tolist()
@@ -125,7 +125,7 @@ def _completions(dump: StepDump) -> list[tuple[int, torch.Tensor, list[int]]]:
     return rows
 
 
-def _place(dump: StepDump, place: int, run: Respelled) -> str:
+def _place(dump: StepDump, place: int, run: Differing) -> str:
     engine, trainer = (" ".join(map(str, ids)) or "nothing" for ids in (run.engine, run.trainer))
     text = "" if run.text is None else f": both are {run.text!r}"
     return f"token_ids at {dump.place(place)}: the engine drew {engine}, the trainer has {trainer}{text}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 
 from workbench.errors import RecordError, SpecError
@@ -19,7 +19,7 @@ from workbench.untrusted import parse_json
 
 
 @dataclass(frozen=True)
-class Respelled:
+class Differing:
     """A run of tokens that two encodings of one completion spell otherwise.
 
     Attributes:
@@ -73,11 +73,12 @@ def decoded(ids: Sequence[int], vocabulary: Sequence[str]) -> list[str]:
 
 def differing_runs(
     trainer: Sequence[int], engine: Sequence[int], vocabulary: Sequence[str] | None = None
-) -> list[Respelled]:
+) -> list[Differing]:
     """Return the runs of tokens in which two encodings of a completion differ, in order; [] if they are the same.
 
     With a vocabulary, and where both are the same text, runs are those between characters at which both have a token's
-    end; otherwise those between equal ids.
+    end. Otherwise they are compared place by place, or, if one is longer, all from the first to the last difference is
+    one run.
     """
     a, b = tuple(trainer), tuple(engine)
     if a == b:
@@ -86,18 +87,25 @@ def differing_runs(
         texts = decoded(a, vocabulary), decoded(b, vocabulary)
         if "".join(texts[0]) == "".join(texts[1]):
             return list(_between_ends(a, b, *texts))
-    front = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    matcher = SequenceMatcher(None, a[front:], b[front:], autojunk=False)
-    return [
-        Respelled(front + i, a[front + i : front + j], b[front + k : front + m])
-        for tag, i, j, k, m in matcher.get_opcodes()
-        if tag != "equal"
-    ]
+    if len(a) == len(b):
+        return [Differing(run[0], a[run[0] : run[-1] + 1], b[run[0] : run[-1] + 1]) for run in _unequal(a, b)]
+    shorter = min(len(a), len(b))
+    front = next((n for n in range(shorter) if a[n] != b[n]), shorter)
+    back = next((n for n in range(shorter - front) if a[-1 - n] != b[-1 - n]), shorter - front)
+    return [Differing(front, a[front : len(a) - back], b[front : len(b) - back])]
+
+
+def _unequal(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[list[int]]:
+    """Yield the places of each run of unequal ids, of encodings of one length."""
+    pairs = ((x != y, place) for place, (x, y) in enumerate(zip(a, b, strict=True)))
+    for differs, run in groupby(pairs, key=itemgetter(0)):
+        if differs:
+            yield [place for _, place in run]
 
 
 def _between_ends(
     a: tuple[int, ...], b: tuple[int, ...], texts_a: Sequence[str], texts_b: Sequence[str]
-) -> Iterator[Respelled]:
+) -> Iterator[Differing]:
     ends_a, ends_b = list(accumulate(map(len, texts_a))), list(accumulate(map(len, texts_b)))
     # the last token with an end at a character: tokens without text belong to the run before
     place_a, place_b = ({end: n + 1 for n, end in enumerate(ends)} for ends in (ends_a, ends_b))
@@ -105,7 +113,7 @@ def _between_ends(
     for end in sorted(place_a.keys() & place_b.keys()):
         i2, j2 = place_a[end], place_b[end]
         if a[i:i2] != b[j:j2]:
-            yield Respelled(i, a[i:i2], b[j:j2], "".join(texts_a[i:i2]))
+            yield Differing(i, a[i:i2], b[j:j2], "".join(texts_a[i:i2]))
         i, j = i2, j2
     if a[i:] != b[j:]:
-        yield Respelled(i, a[i:], b[j:], "".join(texts_a[i:]))
+        yield Differing(i, a[i:], b[j:], "".join(texts_a[i:]))

@@ -63,6 +63,18 @@ def test_padding_and_documents_without_a_trained_token_are_left_out():
     assert float((passed.logprobs_T[trains.reshape(-1)] - own).abs().max()) < 1e-12
 
 
+def test_padding_on_the_left_of_completions_is_left_out():
+    prompts, completions = documents()
+    rows = torch.zeros(4, 7, dtype=torch.int64)
+    tokens = torch.zeros(4, 7, dtype=torch.bool)
+    for number, ids in enumerate(completions):
+        rows[number, 7 - len(ids) :], tokens[number, 7 - len(ids) :] = ids, True
+    values = {"loss_mask": tokens, "token_mask": tokens, "token_ids": rows}
+    padded = StepDump.from_rectangle(values, ids={"prompt_ids": prompts}, temperature=0.8)
+    own = torch.cat(logprobs(prompts, completions)).detach()
+    assert float((model_step(padded, MODEL).take().logprobs_T[tokens.reshape(-1)] - own).abs().max()) < 1e-12
+
+
 def test_a_dump_without_ids_or_prompts_is_refused_by_what_it_lacks():
     step = dump()
     with pytest.raises(RecordError, match="a dump without prompt_ids"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,14 @@ def test_damage_is_an_error(tmp_path):
 
 
 def test_prompts_engine_ids_and_gradients_are_read(tmp_path):
-    write_step, _ = the_writer()
+    writer, _ = the_writer()
+
+    def write_step(folder, *arguments, **about):
+        shutil.rmtree(folder, ignore_errors=True)
+        writer(folder, *arguments, **about)
+        save_file({"w": torch.ones(2, 2)}, folder / "g.safetensors")
+
+    tmp_path = tmp_path / "step"
     mask = torch.ones(2, 2)
     ids = {
         "prompt_ids": torch.tensor([5, 6, 7]),
@@ -141,7 +149,6 @@ def test_prompts_engine_ids_and_gradients_are_read(tmp_path):
     }
     about = {"gradients": ["g.safetensors"], "gradient_norm": 2.0, "texts": ["a", "b"]}
     write_step(tmp_path, {"loss_mask": mask, **ids}, **about)
-    save_file({"w": torch.ones(2, 2)}, tmp_path / "g.safetensors")
     step = read_step(tmp_path)
     assert [one.tolist() for one in step.ids["prompt_ids"]] == [[5], [6, 7]]
     assert [one.tolist() for one in step.ids["sampler_ids"]] == [[1, 2], []]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from workbench.errors import RecordError, SpecError
-from workbench.rollouts.vocabulary import Respelled, decoded, differing_runs, read_vocabulary
+from workbench.rollouts.vocabulary import Differing, decoded, differing_runs, read_vocabulary
 
 VOCABULARY = ["a", "b", "c", "ab", "bc", "abc", "", "d"]
 
@@ -17,20 +17,23 @@ def test_equal_encodings_have_no_run():
 
 def test_runs_of_the_same_text_lie_between_common_ends():
     # a bc d | ab c d: the middle is split otherwise, d is in both
-    assert differing_runs((0, 4, 7), (3, 2, 7), VOCABULARY) == [Respelled(0, (0, 4), (3, 2), "abc")]
+    assert differing_runs((0, 4, 7), (3, 2, 7), VOCABULARY) == [Differing(0, (0, 4), (3, 2), "abc")]
     found = differing_runs((7, 5, 7, 0, 1), (7, 0, 4, 7, 3), VOCABULARY)
-    assert found == [Respelled(1, (5,), (0, 4), "abc"), Respelled(3, (0, 1), (3,), "ab")]
+    assert found == [Differing(1, (5,), (0, 4), "abc"), Differing(3, (0, 1), (3,), "ab")]
 
 
 def test_a_token_without_text_belongs_to_the_run_before_it():
-    assert differing_runs((0, 6, 1), (0, 1), VOCABULARY) == [Respelled(0, (0, 6), (0,), "a")]
-    assert differing_runs((0, 1), (0, 1, 6), VOCABULARY) == [Respelled(1, (1,), (1, 6), "b")]
+    assert differing_runs((0, 6, 1), (0, 1), VOCABULARY) == [Differing(0, (0, 6), (0,), "a")]
+    assert differing_runs((0, 1), (0, 1, 6), VOCABULARY) == [Differing(1, (1,), (1, 6), "b")]
 
 
-def test_other_text_and_no_vocabulary_give_runs_between_equal_ids():
-    assert differing_runs((0, 1, 2), (0, 7, 2), VOCABULARY) == [Respelled(1, (1,), (7,))]
-    assert differing_runs((0, 4, 7), (3, 2, 7)) == [Respelled(0, (0, 4), (3, 2))]
-    assert differing_runs((0, 1), (0, 1, 7)) == [Respelled(2, (), (7,))]
+def test_other_text_and_no_vocabulary_are_compared_by_place():
+    assert differing_runs((0, 1, 2), (0, 7, 2), VOCABULARY) == [Differing(1, (1,), (7,))]
+    assert differing_runs((0, 4, 7), (3, 2, 7)) == [Differing(0, (0, 4), (3, 2))]
+    assert differing_runs((0, 1, 2, 3), (1, 1, 0, 0)) == [Differing(0, (0,), (1,)), Differing(2, (2, 3), (0, 0))]
+    assert differing_runs((0, 1), (0, 1, 7)) == [Differing(2, (), (7,))]
+    assert differing_runs((0, 0, 1), (0, 1)) == [Differing(1, (0,), ())]
+    assert differing_runs((2, 3, 7, 7), (2, 5, 7)) == [Differing(1, (3, 7), (5,))]
 
 
 def test_an_id_beyond_the_vocabulary_is_refused():
