@@ -121,3 +121,8 @@ def test_options_name_an_estimator():
     assert estimator_of({"use_leave_one_out_baseline": False})[1]["baseline"] == "mean"
     with pytest.raises(SpecError, match="normalise"):
         estimator_of({"normalise_rewards": True})
+
+
+def test_prompts_are_those_that_were_written():
+    prompts = check(DUMP).numbers.reading.dump.ids["prompt_ids"]
+    assert [one.tolist() for one in prompts] == [[7, 8, 9]] * 3 + [[4, 5]] * 3

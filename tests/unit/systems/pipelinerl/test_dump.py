@@ -120,3 +120,9 @@ def test_damaged_files_are_refused(topic):
         path.write_bytes(content)
         with pytest.raises(RecordError):
             read_dump(path)
+
+
+@pytest.mark.parametrize("name", ["packed", "padded"])
+def test_prompts_are_those_that_were_written(name):
+    prompts = check(DUMPS / name / TOPIC).numbers.reading.dump.ids["prompt_ids"]
+    assert sorted(one.tolist() for one in prompts) == [[4, 5]] * 3 + [[7, 8, 9]] * 3

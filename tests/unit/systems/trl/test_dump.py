@@ -83,3 +83,16 @@ def test_rewards_that_are_normalised_one_by_one_are_refused():
     options = {"multi_objective_aggregation": "normalize_then_sum"}
     with pytest.raises(SpecError, match="normalises each reward"):
         check_step(DUMPS / "completions.parquet", system="trl", settings={}, advantages=options)
+
+
+def test_prompts_and_gradients_of_a_hook_are_read(tmp_path):
+    step = check_step(DUMPS / "with_gradients.pt", system="trl", settings={"loss_type": "grpo"}).numbers.reading.dump
+    assert sorted({len(one) for one in step.ids["prompt_ids"]}) == [3, 4]  # words of the prompts
+    assert len(step.gradients) == 27
+    ones = torch.ones(1, 2)
+    torch.save({"completion_mask": ones, "gradients": [1.0]}, tmp_path / "a.pt")
+    with pytest.raises(RecordError, match="gradients: a list"):
+        check_step(tmp_path / "a.pt", system="trl")
+    torch.save({"completion_mask": ones, "prompt_ids": ones, "prompt_mask": ones}, tmp_path / "b.pt")
+    with pytest.raises(RecordError, match=r"prompt_ids of torch\.float32"):
+        check_step(tmp_path / "b.pt", system="trl")

@@ -107,3 +107,17 @@ def test_generations_without_scores_are_refused(tmp_path):
     (tmp_path / "3.jsonl").write_text('{"input": "a"}\n')
     with pytest.raises(RecordError, match="record 0 with input"):
         read_dump(tmp_path / "3.jsonl")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_prompts_are_read_without_padding(name, tmp_path):
+    """`write.py` draws them between 5 and 40, one for three sequences."""
+    prompts = read_dump(DUMPS / f"{name}.pkl").ids["prompt_ids"]
+    assert len(prompts) == 6
+    assert torch.equal(prompts[0], prompts[2])
+    assert all(bool(((one >= 5) & (one < 40)).all()) for one in prompts)
+    mask = torch.ones(1, 2, dtype=torch.long)
+    batch = {"response_mask": mask, "prompts": torch.tensor([[0, 7, 8]])}
+    batch["attention_mask"] = torch.tensor([[0, 1, 1, 1, 1]])
+    torch.save(batch, tmp_path / "padded.pt")
+    assert read_dump(tmp_path / "padded.pt").ids["prompt_ids"][0].tolist() == [7, 8]
