@@ -107,12 +107,14 @@ def documents_of(
     members = [torch.nonzero(rollouts_N == n).squeeze(1).tolist() for n in range(int(rollouts_N.max()) + 1)]
     whole = [_end_to_end(path, [rows[i] for i in own]) for own in members]
     first = torch.as_tensor([own[0] for own in members])
-    notes, documents = list[str](), dict[str, Tensor]()
+    notes, documents, ids = list[str](), dict[str, Tensor](), dict[str, list[Tensor]]()
     segmented = sum(len(own) > 1 for own in members)
     if groups is None:
         prompts = [_prompt(path, number, sample, rows[number]) for number, sample in enumerate(samples)]
         groups = groups_of_prompts(prompts)
         notes.append(OF_PROMPTS)
+        if not segmented:  # turns of one document have prompts of their own
+            ids["prompt_ids"] = [prompts[at].long() for at in first.tolist()]
     if segmented and not shared:
         notes.append(SEGMENTS.format(segmented))
     elif rewards is not None:
@@ -124,9 +126,8 @@ def documents_of(
         documents["rows"] = places[first]
     if "policy_logprobs" not in whole[0]:
         notes.append(f"{system} keeps no log-probabilities of the live policy; a hook can add them as train_log_probs")
-    return packed(
-        path, whole, documents, system=system, layout=layout if "rows" in documents else {}, notes=tuple(notes)
-    )
+    layout = layout if "rows" in documents else {}
+    return packed(path, whole, documents, system=system, ids=ids, layout=layout, notes=tuple(notes))
 
 
 def _end_to_end(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

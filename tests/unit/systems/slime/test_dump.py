@@ -195,3 +195,9 @@ def test_a_damaged_file_is_refused(tmp_path):
         (tmp_path / "3.pt").write_bytes(content)
         with pytest.raises(RecordError):
             read_dump(tmp_path / "3.pt")
+
+
+def test_prompts_are_read_where_a_document_is_one_sample():
+    prompts = read_dump(DUMPS / "train.pt").ids["prompt_ids"]
+    assert [one.tolist() for one in prompts] == [[7, 8, 9]] * 3 + [[4, 5]] * 3
+    assert not read_dump(DUMPS / "segments.pt").ids
