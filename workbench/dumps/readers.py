@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.dumps.step import StepDump, as_value
+from workbench.dumps.step import ID_FIELDS, StepDump, as_value
 from workbench.errors import RecordError
 from workbench.untrusted import parse_json
 
@@ -37,6 +37,8 @@ def rectangle(tokens: Mapping[str, Tensor], documents: Mapping[str, Tensor], **m
 def packed(path: Path, rows: Sequence[Mapping[str, Tensor]], documents: Mapping[str, Tensor], **more: Any) -> StepDump:
     """Return a step of documents of unequal length, from the values [n] of each; all have the same names.
 
+    Names of `ID_FIELDS` are ids of the document, of any number.
+
     Raises:
         RecordError: no document, other names in one, or values of one document that differ in length.
     """
@@ -46,14 +48,16 @@ def packed(path: Path, rows: Sequence[Mapping[str, Tensor]], documents: Mapping[
         if other := set(row) ^ set(rows[0]):
             found = f"{', '.join(sorted(other))} in document 0 or document {number}, but not in both"
             raise refuse_names(path, found, "every document has the same values")
-        if len({len(value) for value in row.values()}) > 1:
+        if len({len(value) for name, value in row.items() if name not in ID_FIELDS}) > 1:
             found = ", ".join(f"{len(value)} {name}" for name, value in row.items())
             raise refuse_names(path, f"document {number} with {found}", "one value of each a token")
     lengths_N = torch.tensor([len(row["loss_mask"]) for row in rows])
     ids_T = torch.repeat_interleave(torch.arange(len(rows)), lengths_N)
-    tokens = {name: as_value(name, torch.cat([row[name] for row in rows])) for name in rows[0]}
+    of_tokens = [name for name in rows[0] if name not in ID_FIELDS]
+    tokens = {name: as_value(name, torch.cat([row[name] for row in rows])) for name in of_tokens}
+    ids = {name: [row[name] for row in rows] for name in rows[0] if name in ID_FIELDS}
     of_documents = {name: as_value(name, value) for name, value in documents.items()}
-    return StepDump(ids_T, tokens, of_documents, origin=str(path), **more)
+    return StepDump(ids_T, tokens, of_documents, ids, origin=str(path), **more)
 
 
 def numbers_of(path: Path, where: str, record: Mapping[str, Any], name: str, *, dim: int = 1) -> Tensor:

@@ -57,8 +57,8 @@ def read_dump(path: Path) -> StepDump:
     notes = ["groups are samples of the same prompt tokens"]
     if "policy_logprobs" not in rows[0]:
         notes.append("NeMo-RL logs no log-probabilities of the live policy; a hook can add them as curr_logprobs")
-    ids = {"prompt_ids": [prompt.long() for prompt in prompts]}
-    return packed(path, rows, documents, system="nemo_rl", ids=ids, notes=tuple(notes))
+    rows = [{**row, "prompt_ids": prompt.long()} for row, prompt in zip(rows, prompts, strict=True)]
+    return packed(path, rows, documents, system="nemo_rl", notes=tuple(notes))
 
 
 def _of_one(path: Path, number: int, record: Mapping[str, Any]) -> dict[str, Any]:

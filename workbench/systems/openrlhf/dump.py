@@ -109,7 +109,9 @@ def _rows(file: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     tensors["token_ids"], rows = ids[:, 1:], []
     for number, own_C in enumerate(real[:, 1:].bool()):
         row = {name: value[number][own_C] for name, value in tensors.items()}
-        rows.append(completion(file, f"row {number}", row))
+        own = completion(file, f"row {number}", row)
+        whole = ids[number][real[number].bool()].long()
+        rows.append({**own, "prompt_ids": whole[: len(whole) - len(own["loss_mask"])]})
     return rows
 
 

@@ -60,8 +60,8 @@ def read_dump(path: Path) -> StepDump:
     else:
         notes.append(TURNS)
     layout = {"dp": len(files), "micro_batches": most}
-    ids = {"prompt_ids": [prompt.long() for prompt in prompts]}
-    return packed(path, rows, documents, system="pipelinerl", ids=ids, layout=layout, notes=tuple(notes))
+    rows = [{**row, "prompt_ids": prompt.long()} for row, prompt in zip(rows, prompts, strict=True)]
+    return packed(path, rows, documents, system="pipelinerl", layout=layout, notes=tuple(notes))
 
 
 def _files(path: Path) -> list[Path]:

@@ -107,14 +107,15 @@ def documents_of(
     members = [torch.nonzero(rollouts_N == n).squeeze(1).tolist() for n in range(int(rollouts_N.max()) + 1)]
     whole = [_end_to_end(path, [rows[i] for i in own]) for own in members]
     first = torch.as_tensor([own[0] for own in members])
-    notes, documents, ids = list[str](), dict[str, Tensor](), dict[str, list[Tensor]]()
+    notes, documents = list[str](), dict[str, Tensor]()
     segmented = sum(len(own) > 1 for own in members)
     if groups is None:
         prompts = [_prompt(path, number, sample, rows[number]) for number, sample in enumerate(samples)]
         groups = groups_of_prompts(prompts)
         notes.append(OF_PROMPTS)
         if not segmented:  # turns of one document have prompts of their own
-            ids["prompt_ids"] = [prompts[at].long() for at in first.tolist()]
+            own = zip(whole, first.tolist(), strict=True)
+            whole = [{**row, "prompt_ids": prompts[at].long()} for row, at in own]
     if segmented and not shared:
         notes.append(SEGMENTS.format(segmented))
     elif rewards is not None:
@@ -127,7 +128,7 @@ def documents_of(
     if "policy_logprobs" not in whole[0]:
         notes.append(f"{system} keeps no log-probabilities of the live policy; a hook can add them as train_log_probs")
     layout = layout if "rows" in documents else {}
-    return packed(path, whole, documents, system=system, ids=ids, layout=layout, notes=tuple(notes))
+    return packed(path, whole, documents, system=system, layout=layout, notes=tuple(notes))
 
 
 def _end_to_end(path: Path, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

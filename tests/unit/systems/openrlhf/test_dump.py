@@ -154,3 +154,10 @@ def test_a_damaged_or_truncated_file_is_read_or_refused(tmp_path, place):
     file.write_bytes(content)
     with contextlib.suppress(RecordError):
         read_dump(file)
+
+
+@pytest.mark.parametrize("name", ["seq_mean", "token_mean"])
+def test_prompts_end_where_the_first_action_begins(name):
+    """`write.py` gives the samples of the first prompt 3 tokens, those of the second 2."""
+    prompts = check(name).numbers.reading.dump.ids["prompt_ids"]
+    assert sorted(map(len, prompts)) == [2] * 4 + [3] * 4
