@@ -8,6 +8,8 @@ import torch
 
 from tests.helpers.model_step import LENGTHS, MODEL, documents, dump, logprobs, mask, stock
 from workbench.check import check_step, read_dump
+from workbench.check.model import model_step
+from workbench.check.stages import ROUNDING
 from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss
@@ -142,6 +144,10 @@ def test_the_tolerance_is_that_of_the_trainers_precision():
     values = recorded() + 1e-7
     assert checked(dump(recorded=values, gradients=False)).verdict == "differs"
     assert checked(dump(recorded=values, gradients=False), precision="float32").verdict == "agrees"
+    check = checked(dump(recorded=recorded() - 3, gradients=False), precision="bfloat16")
+    own = model_step(dump(), MODEL).take("bfloat16").logprobs_T - model_step(dump(), MODEL).take().logprobs_T
+    assert check.first.mismatches[0].tolerance == pytest.approx(8 * float(own.abs().max()), rel=1e-6)
+    assert check.first.mismatches[0].tolerance > ROUNDING["bfloat16"]
 
 
 def test_settings_of_the_pass_without_a_model_are_an_error():
