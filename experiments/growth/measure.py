@@ -243,7 +243,7 @@ def write_dump(folder: Path, documents: int, tokens: int = 32) -> None:
 def measure_long(configurations: int = LONG[0], steps: int = LONG[1]) -> dict[str, Any]:
     """Measure a long comparison as columns next to a JSON, and as one JSON: megabytes, and CPU seconds of both ways."""
     few = many_configurations(configurations)
-    repeated = [_repeated(each, steps) for each in few.configurations]
+    repeated = [_repeated(each, steps, place * steps) for place, each in enumerate(few.configurations)]
     saved, results = replace(few, configurations=repeated), {}
     rows = sum(len(c.steps) + len(c.parameters) for c in repeated)
     for kind, limit in (("columns", comparison.LONG), ("one JSON", sys.maxsize)):
@@ -268,16 +268,22 @@ def measure_long(configurations: int = LONG[0], steps: int = LONG[1]) -> dict[st
     return {"provenance": provenance(project_root()), "configurations": configurations, "rows": rows, **results}
 
 
-def _repeated(configuration: Configuration, steps: int) -> Configuration:
-    """A configuration with its steps again and again, and numbers of their own: equal ones would be stored once."""
+def _repeated(configuration: Configuration, steps: int, first: int) -> Configuration:
+    """A configuration with its steps again and again, and numbers that no other has: equal ones would be stored once.
+
+    `first`: number of its first step among those of all configurations.
+    """
     count, ratios = len(configuration.steps) or 1, configuration.ratios
 
     def changed(record: dict[str, Any], step: int) -> dict[str, Any]:
-        factor = 1 + step * 1e-7
-        return {
-            key: step if key == "step" else value * factor if type(value) is float else value
-            for key, value in record.items()
-        }
+        factor = 1 + (first + step) * 1e-7
+
+        def other(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: other(each) for name, each in value.items()}
+            return value * factor if type(value) is float else value
+
+        return {key: step if key == "step" else other(value) for key, value in record.items()}
 
     tiles = range(0, steps, count)
     return replace(
