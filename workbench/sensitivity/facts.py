@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workbench.records.directory import RunDirectory
 from workbench.reduction.weights import compute_advantages
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.sharding.divisibility import multiples
 from workbench.specs.run import RunSpec
@@ -39,6 +39,7 @@ class RowFacts:
         shard_tokens: trained ones on each cp rank.
         split_documents: trained documents of which several cp ranks have tokens.
         torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
+        padding: tokens of no document.
     """
 
     documents: int
@@ -47,6 +48,7 @@ class RowFacts:
     shard_tokens: tuple[int, ...]
     split_documents: int
     torn_documents: int
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Facts:
         vocabulary: number of tokens.
         key_heads: key-value heads of the decoder, and ``experts`` of each of its layers; 0 without a mixture.
         temperature: at which the policy's log-probabilities are computed.
+        sinks: True if its attention has sinks.
     """
 
     spec: RunSpec
@@ -137,6 +140,7 @@ class Facts:
     key_heads: int
     experts: int
     temperature: float
+    sinks: bool = False
 
     def any_step(self, holds: Callable[[StepFacts], bool]) -> bool:
         """True if a step has a property."""
@@ -236,7 +240,8 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
     torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
     split = sum(len(of_one) > 1 for of_one in ranks)
-    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn)
+    padding = int((row.document_ids_T == PADDING).sum())
+    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, padding)
 
 
 def _is_torn(owners: Sequence[int]) -> bool:

@@ -65,6 +65,9 @@ PIECES = Need(
 )
 ADAPTERS = Need("no adapters", lambda f: f.spec.lora.on)
 RANK_2 = Need("adapters of rank 1", lambda f: (f.spec.lora.r or 2) > 1)
+SINKS = Need("a model without attention sinks", lambda f: f.sinks)
+CHECKPOINTING = Need("activations that are not recomputed", lambda f: f.spec.layout.checkpointing)
+PADDED = Need("no row has padding", lambda f: f.any_row(lambda r: r.padding > 0))
 ROUTER = Need("a model without experts", lambda f: f.experts > 0)
 REPLAYED_ROUTES = Need("routes are not replayed", lambda f: f.spec.routing.replays)
 BALANCED = Need("no load-balancing loss", lambda f: bool(f.spec.routing.balance))
@@ -328,6 +331,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "advantages_of_other_documents": (OUT_OF_ORDER, VARIED_ADVANTAGES),
     "attention_across_documents": (SHARED_ROW,),
     "attention_input_gradient_times_cp": (CP,),
+    "attention_returns_to_built_group": (CP, MICRO_BATCHES, SPLIT_DOCUMENT),
     "auxiliary_gradient_over_cp": (CP, AUXILIARY),
     "auxiliary_loss_dropped": (AUXILIARY,),
     "auxiliary_loss_not_normalised": (CP, AUXILIARY),
@@ -346,6 +350,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "denominator_of_another_batch": (TOKEN_MEAN,),
     "document_sum_without_adjoint": (CP, READS_DOCUMENTS, SPLIT_DOCUMENT),
     "documents_from_shard_positions": (CP, NOT_CONTIGUOUS, SPLIT_DOCUMENT),
+    "embeddings_sliced_by_other_group": (CP, TP, SEQUENCE_PARALLEL),
     "empty_micro_batch_divides_by_zero": (EMPTY_SHARD,),
     "end_token_masked": (TRAINED_END,),
     "entropy_in_bfloat16": (ENTROPY,),
@@ -402,6 +407,8 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "norm_counts_replicas": (TP, CLIPS_REPLICAS, STEPS_2, LEARNS),
     "norm_gradient_not_summed_over_tp": (TP,),
     "norm_gradient_summed_per_micro_batch": (TP, MICRO_BATCHES),
+    "norm_misses_expert_slices": (EP, TP, CLIPS, STEPS_2, LEARNS),
+    "norm_misses_sinks_of_other_ranks": (SINKS, TP, CLIPS, STEPS_2, LEARNS),
     "old_logprobs_as_prefix": (READS_OLD, LOOSE_MASK),
     "old_logprobs_in_bfloat16": (READS_OLD,),
     "old_logprobs_not_shifted": (READS_OLD,),
@@ -417,8 +424,10 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "prediction_counts_of_shards": (PREDICTS, PIECES),
     "prediction_not_normalised": (PREDICTS,),
     "prediction_over_cp": (PREDICTS, CP),
+    "prediction_recomputed_over_other_group": (PREDICTS, CP, TP, CHECKPOINTING),
     "prediction_replays_first_mixture": (PREDICTS, ROUTER, NOTES_ROUTES),
     "prediction_targets_shifted_again": (PREDICTS,),
+    "projections_gather_other_ranks": (CP, TP, SEQUENCE_PARALLEL),
     "prompt_in_document_advantage": (READS_DOCUMENTS, DOCUMENT_ADVANTAGE),
     "prompt_mean_for_token_mean": (TOKEN_MEAN, UNEQUAL_PROMPTS),
     "reduction_in_bfloat16": (SEVERAL_RANKS,),
@@ -432,7 +441,9 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "rotary_tables_in_bfloat16": ALWAYS,
     "router_gradient_not_summed_over_tp": (ROUTER, TP, SEQUENCE_PARALLEL),
     "router_gradient_over_cp": (ROUTER_LOSS, CP),
+    "router_gradient_times_cp": (ROUTER_LOSS, CP),
     "router_in_bfloat16": (ROUTER,),
+    "router_mask_of_other_slice": (ROUTER_LOSS, CP, TP, SEQUENCE_PARALLEL, PADDED),
     "router_without_gradient": (ROUTER,),
     "routes_not_replayed": (REPLAYED_ROUTES,),
     "routes_of_another_layer": (REPLAYED_ROUTES,),
