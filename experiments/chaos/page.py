@@ -41,10 +41,11 @@ def answer(record: Mapping[str, Any]) -> str:
     campaigns = record["campaigns"]
     minutes = sum(campaign["minutes"] for campaign in campaigns)
     failures = [failure["kind"] for campaign in campaigns for failure in campaign["failures"]]
+    since = next((n for n, campaign in enumerate(reversed(campaigns)) if campaign["failures"]), len(campaigns))
     kinds = ", ".join(f"{count} in {kind}" for kind, count in sorted(Counter(failures).items()))
     return (
         f"{len(campaigns)} campaigns of {minutes:.0f} minutes in all, on {campaigns[-1]['cpu_count']} CPU cores. After "
         "each case: nothing that was acknowledged is lost, no process is left, every run says how it ended and why, "
-        f"bad input ends without a traceback. It did not hold {len(failures)} times ({kinds}); the record has each, "
-        "with the commit."
+        f"bad input ends without a traceback. It did not hold {len(failures)} times ({kinds}), never in the "
+        f"last {since} campaigns; the record has each, with the commit."
     )
