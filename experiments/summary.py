@@ -96,6 +96,7 @@ def page() -> str:
         launch_overhead(),
         metrics_cost(),
         recorder_cost(),
+        cpu_step(),
         growth(),
         chaos(),
         saved_reports(),
@@ -869,6 +870,21 @@ def recorder_cost() -> str:
         f"loop: {medians['without']:.0f} ms without a recorder, {medians['recorder']:.0f} ms with one, "
         f"{medians['recorder and tokens']:.0f} ms with per-token notes; they scatter by a tenth.",
         _source("benchmarks/recorder_cost.json", None, "python -m workbench bench recorder_cost"),
+    )
+
+
+def cpu_step() -> str:
+    """A step of the default ablation on a CPU, next to a bare loop over the same documents."""
+    record = _record("benchmarks/cpu_step.json")
+    [bar] = record["bars"].values()
+    return _section(
+        "A step on a CPU",
+        f"{_versions(record)}, float32: the {record['documents']} documents ({_spaced(record['tokens'])} tokens) of the "
+        f"default ablation, one rank. A step with its metrics and gradients written takes "
+        f"{record['median_ms']['ours']:.0f} ms; a bare loop (the stock model, one padded batch of "
+        f"{_spaced(record['padded_tokens'])} tokens, clipped ratios, AdamW, nothing recorded) "
+        f"{record['median_ms']['bare']:.0f} ms: {bar['median']:.2f} (bar {bar['bar']}).",
+        _source("benchmarks/cpu_step.json", None, "python -m workbench bench cpu_step"),
     )
 
 
