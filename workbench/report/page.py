@@ -18,6 +18,7 @@ from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
 from workbench.report import figures, style
+from workbench.report.arms import arm_verdicts
 from workbench.report.controls import SCRIPT_POLICY, controls, pair, script
 from workbench.report.evidence import (
     changed_settings,
@@ -91,7 +92,7 @@ def page(comparison: Comparison) -> str:
     broad = BROAD_CAPTION if any(c.against and c.steps for c in comparison.configurations) else ""
     sections: list[tuple[str, Markup]] = []
     if online_groups(comparison):
-        online = join([draw(online_curves), online_table(comparison)])
+        online = join([draw(online_curves), online_table(comparison), arm_verdicts(comparison)])
         sections.append(("Online: reward and mismatch by step", online))
     if first := first_ratio_section(comparison):
         sections.append(("Ratio at step 0", first))
