@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 
 import torch
@@ -24,6 +24,8 @@ from workbench.sharding.divisibility import multiples
 from workbench.specs.run import RunSpec
 from workbench.train.rows import in_order, pack_step, plan_row
 
+BELOW_FLOAT64 = 1e-5
+"""Relative changes below it are within the budgets of float32 and below, 3.5 times a rounding error of about 1e-6."""
 SAME = 1e-9
 """Numbers closer than this are the same for a prediction: a thousand times the bar of float64 parity, 1e-12, and a
 thousandth of what a float32 file keeps."""
@@ -39,6 +41,8 @@ class RowFacts:
         shard_tokens: trained ones on each cp rank.
         split_documents: trained documents of which several cp ranks have tokens.
         torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
+        later_documents: trained documents behind another one.
+        varied_shards: cp ranks whose trained tokens have different advantages.
     """
 
     documents: int
@@ -47,6 +51,8 @@ class RowFacts:
     shard_tokens: tuple[int, ...]
     split_documents: int
     torn_documents: int
+    later_documents: int
+    varied_shards: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class StepFacts:
         untrained_with_others: documents without trained tokens whose prompt has others.
         varied_advantages: True if trained tokens have different advantages.
         any_advantage: True if one of them is not zero.
+        misdealt_advantages: True if a trained document is in another place of the rows than of the batch, and the
+            document of that place has another advantage; 0 without a trained token.
+        varied_rewards: True if documents have different rewards.
+        scaled_advantages: relative change of the advantages if rewards are doubled: 1 for a baseline alone, about half
+            an epsilon where a deviation divides, 0 for recorded ones.
         padded_documents: documents whose length the layout pads.
         in_order: True if rows have the documents in the order of the batch.
         split_groups: prompts whose documents are in several rows.
@@ -84,6 +95,9 @@ class StepFacts:
     untrained_with_others: int
     varied_advantages: bool
     any_advantage: bool
+    misdealt_advantages: bool
+    varied_rewards: bool
+    scaled_advantages: float
     padded_documents: int
     in_order: bool
     split_groups: int
@@ -138,6 +152,11 @@ class Facts:
     experts: int
     temperature: float
 
+    @property
+    def resolution(self) -> float:
+        """Relative changes of a gradient that the budgets of the run's precision accept."""
+        return SAME if self.spec.precision == "float64" else BELOW_FLOAT64
+
     def any_step(self, holds: Callable[[StepFacts], bool]) -> bool:
         """True if a step has a property."""
         return any(holds(step) for step in self.steps)
@@ -163,7 +182,7 @@ def _distinct(steps: islice[RolloutBatch]) -> list[RolloutBatch]:
 
 
 def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
-    batch = compute_advantages(batch, spec)
+    rewarded, batch = batch, compute_advantages(batch, spec)
     packed = pack_step(batch, spec)
     numbers = range(batch.num_documents)
     masks = [batch.loss_mask_T[batch.document_ids_T == number] for number in numbers]
@@ -196,6 +215,9 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         ),
         varied_advantages=bool(len(advantages)) and float(advantages.max() - advantages.min()) > SAME,
         any_advantage=bool((advantages.abs() > SAME).any()),
+        misdealt_advantages=_misdealt(flat, masks, [batch.advantages_T[batch.document_ids_T == n] for n in numbers]),
+        varied_rewards=batch.rewards_N is not None and len({*batch.rewards_N.tolist()}) > 1,
+        scaled_advantages=_change_if_doubled(rewarded, batch, spec),
         padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
         in_order=flat == sorted(flat),
         split_groups=sum(
@@ -207,6 +229,22 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         least_weight=min(weights),
         largest_weight=max(weights),
     )
+
+
+def _misdealt(order: Sequence[int], masks: Sequence[Tensor], advantages: Sequence[Tensor]) -> bool:
+    """True if a trained document gets another advantage if advantages are dealt to places in the order of arrival."""
+    own = [float(values[mask][-1]) if bool(mask.any()) else 0.0 for values, mask in zip(advantages, masks, strict=True)]
+    return any(bool(masks[number].any()) and abs(own[place] - own[number]) > SAME for place, number in enumerate(order))
+
+
+def _change_if_doubled(rewarded: RolloutBatch, batch: RolloutBatch, spec: RunSpec) -> float:
+    """Relative change of the advantages of trained tokens if all rewards are twice as high; 0 if they are all 0."""
+    if rewarded.rewards_N is None or spec.data.advantages.name == "recorded":
+        return 0.0
+    doubled = compute_advantages(replace(rewarded, rewards_N=2 * rewarded.rewards_N), spec).advantages_T.double()
+    own = batch.advantages_T.double()[batch.loss_mask_T]
+    largest = float(own.abs().max()) if len(own) else 0.0
+    return float((doubled[batch.loss_mask_T] - own).abs().max()) / largest if largest else 0.0
 
 
 def _by_document(batch: RolloutBatch, values: Tensor) -> list[bool]:
@@ -236,7 +274,10 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
     torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
     split = sum(len(of_one) > 1 for of_one in ranks)
-    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn)
+    shards = [targets.advantages_T[targets.loss_mask_T & (owner_T == rank)] for rank in range(cp)]
+    varied = sum(bool(len(shard)) and float(shard.max() - shard.min()) > SAME for shard in shards)
+    later = sum(number > 0 for number in trained)
+    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied)
 
 
 def _is_torn(owners: Sequence[int]) -> bool:
