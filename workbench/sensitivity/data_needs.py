@@ -66,7 +66,6 @@ UNEQUAL_PROMPTS = Need(
 MIXED_UP_GROUPS = Need(
     "groups of equal size, one after another", lambda f: f.any_step(lambda s: not s.groups_in_place), "mixed-up groups"
 )
-SPLIT_GROUP = Need("every group in one row", lambda f: f.any_step(lambda s: s.split_groups > 0), "three micro-batches")
 OUT_OF_ORDER = Need("rows in the order of arrival", lambda f: f.any_step(lambda s: not s.in_order))
 VARIED_ADVANTAGES = Need("equal advantages", lambda f: f.any_step(lambda s: s.varied_advantages))
 PADDED_DOCUMENTS = Need(
@@ -91,4 +90,23 @@ SCALED_ADVANTAGES = Need(
     lambda f: f.any_step(lambda s: s.scaled_advantages > f.resolution),
     "advantages rloo",
 )
-VARIED_REWARDS = Need("equal rewards", lambda f: f.any_step(lambda s: s.varied_rewards))
+REGROUPED_ADVANTAGES = Need(
+    "groups by position have the same advantages", lambda f: f.any_step(lambda s: s.regrouped_advantages)
+)
+REACHED_ELSEWHERE = Need(
+    "no gradient comes from a cp rank but the first", lambda f: f.any_row(lambda r: not r.reached <= {0})
+)
+TRAINED_ON_SEVERAL = Need(
+    "all trained tokens are on one cp rank",
+    lambda f: f.any_step(
+        lambda s: sum(map(bool, map(sum, zip(*(row.shard_tokens for row in s.rows), strict=True)))) > 1
+    ),
+)
+OWN_BASELINES = Need(
+    "each row's own documents have the baseline of the step",
+    lambda f: f.any_step(lambda s: s.own_baselines),
+    "three micro-batches",
+)
+SPREAD_DOCUMENT = Need(
+    "no trained document has tokens on several cp ranks", lambda f: f.any_row(lambda r: r.spread_documents > 0)
+)

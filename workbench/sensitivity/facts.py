@@ -39,7 +39,9 @@ class RowFacts:
         documents: in the row; ``trained_documents`` of them have a trained token.
         tokens: trained ones.
         shard_tokens: trained ones on each cp rank.
-        split_documents: trained documents of which several cp ranks have tokens.
+        split_documents: trained documents of which several cp ranks have tokens up to the last trained one, so that
+            its attention spans ranks; ``spread_documents`` those of which they have any tokens.
+        reached: cp ranks with such a token: all those that a gradient comes from.
         torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
         later_documents: trained documents behind another one.
         varied_shards: cp ranks whose trained tokens have different advantages.
@@ -53,6 +55,8 @@ class RowFacts:
     torn_documents: int
     later_documents: int
     varied_shards: int
+    reached: frozenset[int]
+    spread_documents: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class StepFacts:
         any_advantage: True if one of them is not zero.
         misdealt_advantages: True if a trained document is in another place of the rows than of the batch, and the
             document of that place has another advantage; 0 without a trained token.
-        varied_rewards: True if documents have different rewards.
+        regrouped_advantages: True if prompts of equal size, one after another, give trained tokens other advantages.
+        own_baselines: True if the baselines and deviations of each row's own documents give other advantages.
         scaled_advantages: relative change of the advantages if rewards are doubled: 1 for a baseline alone, about half
             an epsilon where a deviation divides, 0 for recorded ones.
         padded_documents: documents whose length the layout pads.
@@ -96,7 +101,8 @@ class StepFacts:
     varied_advantages: bool
     any_advantage: bool
     misdealt_advantages: bool
-    varied_rewards: bool
+    regrouped_advantages: bool
+    own_baselines: bool
     scaled_advantages: float
     padded_documents: int
     in_order: bool
@@ -216,7 +222,8 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         varied_advantages=bool(len(advantages)) and float(advantages.max() - advantages.min()) > SAME,
         any_advantage=bool((advantages.abs() > SAME).any()),
         misdealt_advantages=_misdealt(flat, masks, [batch.advantages_T[batch.document_ids_T == n] for n in numbers]),
-        varied_rewards=batch.rewards_N is not None and len({*batch.rewards_N.tolist()}) > 1,
+        regrouped_advantages=_regrouped(rewarded, batch, spec),
+        own_baselines=any(_differs(compute_advantages(row, spec), row) for row in packed),
         scaled_advantages=_change_if_doubled(rewarded, batch, spec),
         padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
         in_order=flat == sorted(flat),
@@ -235,6 +242,21 @@ def _misdealt(order: Sequence[int], masks: Sequence[Tensor], advantages: Sequenc
     """True if a trained document gets another advantage if advantages are dealt to places in the order of arrival."""
     own = [float(values[mask][-1]) if bool(mask.any()) else 0.0 for values, mask in zip(advantages, masks, strict=True)]
     return any(bool(masks[number].any()) and abs(own[place] - own[number]) > SAME for place, number in enumerate(order))
+
+
+def _regrouped(rewarded: RolloutBatch, batch: RolloutBatch, spec: RunSpec) -> bool:
+    """True if groups by position, as many as there are prompts, give trained tokens other advantages."""
+    if batch.group_ids_N is None or spec.data.advantages.name == "recorded":
+        return False
+    size = max(batch.num_documents // len(batch.group_ids_N.unique()), 1)
+    placed = replace(rewarded, group_ids_N=torch.arange(batch.num_documents) // size)
+    return _differs(compute_advantages(placed, spec), batch)
+
+
+def _differs(batch: RolloutBatch, other: RolloutBatch) -> bool:
+    """True if a trained token has another advantage."""
+    change_T = batch.advantages_T - other.advantages_T
+    return bool((change_T[other.loss_mask_T].abs() > SAME).any())
 
 
 def _change_if_doubled(rewarded: RolloutBatch, batch: RolloutBatch, spec: RunSpec) -> float:
@@ -270,14 +292,23 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     trained = [
         int(number) for number in range(row.num_documents) if bool(row.loss_mask_T[row.document_ids_T == number].any())
     ]
-    ranks = [owner_T[row.document_ids_T == number].unique() for number in trained]
+    reached = [_ranks_reached(owner_T, row.document_ids_T == number, targets.loss_mask_T) for number in trained]
+    split = sum(len(ranks) > 1 for ranks in reached)
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
     torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
-    split = sum(len(of_one) > 1 for of_one in ranks)
     shards = [targets.advantages_T[targets.loss_mask_T & (owner_T == rank)] for rank in range(cp)]
     varied = sum(bool(len(shard)) and float(shard.max() - shard.min()) > SAME for shard in shards)
     later = sum(number > 0 for number in trained)
-    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied)
+    spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
+    ranks = frozenset[int]().union(*reached)
+    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread)
+
+
+def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:
+    """Ranks with tokens of a document up to its last trained one; ``mask_T`` is that of the next token."""
+    trained = torch.nonzero(mask_T & document_T).squeeze(1)
+    last = int(trained[-1]) if len(trained) else -1
+    return frozenset(owner_T[: last + 1][document_T[: last + 1]].tolist())
 
 
 def _is_torn(owners: Sequence[int]) -> bool:

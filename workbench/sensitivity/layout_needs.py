@@ -77,6 +77,10 @@ TRAINED_LATE_ELSEWHERE = Need(
         )
     ),
 )
+NO_EVIDENCE = Need(
+    "changes reported numbers only, and they count trained tokens in a step",
+    lambda f: all(not any(rows[-1].tokens for rows in _rank_rows(f, step)) for step in f.steps),
+)
 TRAINED_ROWS = Need(
     "one row trains", lambda f: f.any_step(lambda s: sum(row.tokens > 0 for row in s.rows) > 1), "three micro-batches"
 )

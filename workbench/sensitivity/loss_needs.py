@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.rollouts.advantages.registry import WITHOUT_BASELINE
-from workbench.sensitivity.data_needs import SPLIT_GROUP, VARIED_LENGTHS
+from workbench.sensitivity.data_needs import VARIED_LENGTHS
 from workbench.sensitivity.facts import SAME, Facts
 from workbench.sensitivity.need import Need
 
@@ -107,14 +107,11 @@ POLICY_TERM = Need(
 )
 LOGPROB_TERM = Need(
     "every advantage is 0, and no other term reads log-probabilities",
-    lambda f: (
-        POLICY_TERM.holds(f)
-        or KL.holds(f)
-        or LIKELIHOOD.holds(f)
-        or AUXILIARY.holds(f)
-        or SMOOTHED.holds(f)
-        or PREDICTS.holds(f)
-    ),
+    lambda f: any(need.holds(f) for need in (POLICY_TERM, KL, LIKELIHOOD, AUXILIARY, SMOOTHED, PREDICTS)),
+)
+MEAN_TERM = Need(
+    "every advantage is 0, and no other term is divided by the tokens of the step",
+    lambda f: any(need.holds(f) for need in (POLICY_TERM, KL, ENTROPY, AUXILIARY, SMOOTHED, PREDICTS)),
 )
 COTANGENTS = Need(
     "all tokens of a rank's row weigh the same",
@@ -198,11 +195,6 @@ WHITENED = _advantages(
     "advantages are not whitened over the step",
     lambda name: name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_whitened"),
     "advantages reinforce_plus_plus",
-)
-BASELINE_OF_ROW = Need(
-    "every group in one row, and no whitening over the step",
-    lambda f: (GROUPED.holds(f) and SPLIT_GROUP.holds(f)) or WHITENED.holds(f),
-    "three micro-batches",
 )
 ADAM = Need("an optimizer without moments", lambda f: f.spec.optimizer.name == "adamw", "adamw")
 WIDE_WEIGHTS = Need("weights of eight bits", lambda f: f.spec.dtypes.weights != "bfloat16")
