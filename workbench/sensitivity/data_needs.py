@@ -66,8 +66,6 @@ UNEQUAL_PROMPTS = Need(
 MIXED_UP_GROUPS = Need(
     "groups of equal size, one after another", lambda f: f.any_step(lambda s: not s.groups_in_place), "mixed-up groups"
 )
-OUT_OF_ORDER = Need("rows in the order of arrival", lambda f: f.any_step(lambda s: not s.in_order))
-VARIED_ADVANTAGES = Need("equal advantages", lambda f: f.any_step(lambda s: s.varied_advantages))
 PADDED_DOCUMENTS = Need(
     "no document is padded",
     lambda f: multiples(f.spec.layout).document > 1 and f.any_step(lambda s: s.padded_documents > 0),

@@ -125,6 +125,7 @@ class Observed:
 
     Attributes:
         clipped: trained tokens whose gradient the clip removed; ``clipped_below`` of them at the lower bound.
+        ratio_below: highest policy / old policy of a token clipped at the lower bound; 0 without one.
         old_distance: largest |log(policy / old policy)| of a trained token, nats.
         largest_norm: largest global gradient norm.
         finite: False if a loss or a gradient norm was not finite.
@@ -132,6 +133,7 @@ class Observed:
 
     clipped: int
     clipped_below: int
+    ratio_below: float
     old_distance: float
     largest_norm: float
     finite: bool
@@ -338,15 +340,17 @@ def _in_place(groups: Sequence[int]) -> bool:
 def observed(run: RunDirectory) -> Observed:
     """Return what the loss of a finished clean run has met."""
     clipped = below = 0
+    ratio_below = 0.0
     distance, norms, finite = 0.0, [0.0], True
     for number, record in enumerate(run.steps()):
         tokens = run.read_tensors(f"step{number:04d}.tokens")
         trained, out = tokens["trained"], tokens["clipped"] & tokens["trained"]
         log_ratio = tokens["policy_logprobs"].double() - tokens["old_logprobs"].double()
         clipped, below = clipped + int(out.sum()), below + int((out & (log_ratio < 0)).sum())
+        ratio_below = max([ratio_below, *log_ratio[out & (log_ratio < 0)].exp().tolist()])
         if bool(trained.any()):
             distance = max(distance, float(log_ratio[trained].abs().max()))
         values = [record.get(key) for key in ("loss/total/sum", "gradient/norm/global")]
         finite &= all(isinstance(value, float | int) and math.isfinite(value) for value in values)
         norms.append(float(record["gradient/norm/global"] or 0.0))
-    return Observed(clipped, below, distance, max(norms), finite)
+    return Observed(clipped, below, ratio_below, distance, max(norms), finite)

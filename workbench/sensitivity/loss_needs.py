@@ -11,8 +11,10 @@ from workbench.sensitivity.need import Need
 
 CLIPPED = Need("no token is clipped", lambda f: f.observed.clipped > 0, "other old log-probabilities", True)
 CLIPPED_BELOW = Need(
-    "no token is clipped at the lower bound",
-    lambda f: f.observed.clipped_below > 0 and getattr(f.spec.loss.surrogate, "clip_low", 0.5) != 0.5,
+    "no token is clipped at the lower bound that a bound of epsilon would free",
+    lambda f: (
+        (low := getattr(f.spec.loss.surrogate, "clip_low", 0.5)) != 0.5 and f.observed.ratio_below > min(low, 1 - low)
+    ),
     "other old log-probabilities",
     True,
 )

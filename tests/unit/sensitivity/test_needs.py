@@ -17,7 +17,14 @@ HIDING = [name for name in GRADIENTS if load_fault(name).hidden_in is not None]
 def facts(settings, **observed):
     spec = RunSpec.model_validate(settings)
     batch = documents(spec)
-    met = {"clipped": 3, "clipped_below": 2, "old_distance": 0.4, "largest_norm": 2.0, "finite": True} | observed
+    met = {
+        "clipped": 3,
+        "clipped_below": 2,
+        "ratio_below": 0.7,
+        "old_distance": 0.4,
+        "largest_norm": 2.0,
+        "finite": True,
+    } | observed
     experts = 4 if spec.model.source == "tiny-qwen3-moe" else 0
     return Facts(spec, step_facts(batch, spec), Observed(**met), 19, 2, experts, spec.policy.temperature or 1.0)
 
