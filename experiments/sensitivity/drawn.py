@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.atomic import from_json, to_json, write_whole
+from workbench.compare.comparison import AGREES
 from workbench.errors import WorkbenchError
 from workbench.experiment import Experiment
 from workbench.faults import load_fault
@@ -200,6 +201,37 @@ def measure(
     }
 
 
+def packed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in a fifth of its size: each result as its verdict and the numbers of the reasons it lacks."""
+    results = [result for entry in record["ablations"] for result in entry.get("results", {}).values()]
+    reasons = sorted({reason for result in results for reason in result["missing"]})
+
+    def text(result: Mapping[str, Any]) -> str:
+        return " ".join(
+            [result["verdict"].replace(" ", "_"), *(str(reasons.index(each)) for each in result["missing"])]
+        )
+
+    entries = [
+        {**entry, "results": {name: text(result) for name, result in entry["results"].items()}}
+        if "results" in entry
+        else entry
+        for entry in record["ablations"]
+    ]
+    return {**record, "reasons": reasons, "ablations": entries}
+
+
+def load_record(path: Path = RECORD) -> dict[str, Any]:
+    """Return a saved record, with the results as `measured` has them."""
+    record = from_json(path.read_text())
+    for entry in record["ablations"]:
+        for name, text in entry.get("results", {}).items():
+            verdict, *numbers = text.split()
+            verdict = verdict.replace("_", " ")
+            missing = [record["reasons"][int(number)] for number in numbers]
+            entry["results"][name] = {"missing": missing, "killed": verdict not in AGREES, "verdict": verdict}
+    return record
+
+
 def summary(entry: Mapping[str, Any]) -> str:
     """Summarize one ablation in a line."""
     if "refused" in entry:
@@ -219,15 +251,15 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     named = chosen.numbers
     if chosen.predict:
-        saved = from_json(RECORD.read_text())
+        saved = load_record()
         entries = [predict_again(entry, project_root()) for entry in saved["ablations"]]
-        write_whole(RECORD, to_json({**saved, "ablations": entries}))
+        write_whole(RECORD, to_json(packed({**saved, "ablations": entries})))
         return int(any(entry.get("disagreements") for entry in entries))
     record = measure(
         named or range(10 * ABLATIONS),
         report_progress=lambda line: print(line, flush=True),
     )
-    write_whole(RECORD, to_json(record))
+    write_whole(RECORD, to_json(packed(record)))
     return int(any(entry.get("disagreements") for entry in record["ablations"]))
 
 

@@ -140,7 +140,7 @@ def test_twice_the_rewards_change_advantages_that_no_deviation_divides(name, lea
 
 def test_groups_by_position_and_baselines_of_rows_are_other_advantages():
     grpo = {"data": {"advantages": {"name": "grpo"}}}
-    mixed, equal = rewarded(0.0, 1.0, 1.0, 0.0, groups=[0, 1, 0, 1]), rewarded(1.0, 1.0, 1.0, 1.0, groups=[0, 1, 0, 1])
+    mixed, equal = rewarded(0.0, 0.0, 1.0, 1.0, groups=[0, 1, 0, 1]), rewarded(1.0, 1.0, 1.0, 1.0, groups=[0, 1, 0, 1])
     assert facts(mixed, **grpo).regrouped_advantages
     assert not facts(equal, **grpo).regrouped_advantages
     in_rows = {"data": {"advantages": {"name": "grpo"}, "micro_batches": 2}}
