@@ -65,7 +65,7 @@ drift: .venv/.installed .engines/drift/.installed
 	$(BIN)/python -m experiments.summary
 
 engine-matrix: .venv/.installed-dev engines
-	$(BIN)/python -m experiments.engine_matrix.measure
+	$(BIN)/python -m experiments.engine_matrix.measure --workers 2
 
 test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)

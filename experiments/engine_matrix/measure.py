@@ -1,7 +1,8 @@
 """The invariants of training engines, checked against their releases: a matrix by engine, version and invariant.
 
-``make engine-matrix`` builds the environments of `engines/` and writes ``matrix.json`` and ``report.html``;
-``python -m experiments.engine_matrix.measure NAME ...`` measures the named engines again and keeps the others. Drivers
+``make engine-matrix`` builds the environments of `engines/` and writes ``matrix.json`` and ``report.html``, again after
+each engine; ``python -m experiments.engine_matrix.measure NAME ...`` measures the named engines again and keeps the
+others, each with the commit at which it was measured. Drivers
 (`drivers/`) run each engine through its public API; `workbench.engines` sees weights before and after a step, and the
 loss and norm that the engine reports.
 """
@@ -12,7 +13,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ MEAN = "the loss of the example is the mean over a micro-batch, and the engine a
 UNEVEN = dict.fromkeys(("accumulation", "partners", "ranks"), MEAN)
 TRL = ("trl", "transformers", "accelerate")
 HF = ("transformers", "accelerate")
+MEGATRON = ("megatron-core",)
 ENTRIES: Mapping[str, Entry] = {
     "DDP": Entry("", "of_torch", ("torch",), {"engine": "ddp", "loss": "step"}),
     "DDP, mean of micro-batch": Entry("", "of_torch", ("torch",), {"engine": "ddp", "loss": "mean"}, UNEVEN),
@@ -86,6 +88,18 @@ ENTRIES: Mapping[str, Entry] = {
     "DeepSpeed ZeRO 1": Entry("deepspeed", "of_deepspeed", ("deepspeed",), {"stage": "1", "loss": "step"}),
     "DeepSpeed ZeRO 2": Entry("deepspeed", "of_deepspeed", ("deepspeed",), {"stage": "2", "loss": "step"}),
     "DeepSpeed ZeRO 3": Entry("deepspeed", "of_deepspeed", ("deepspeed",), {"stage": "3", "loss": "step"}),
+    "torchtitan": Entry("torchtitan", "of_torchtitan", ("torchtitan",), {"loss": "chunked"}),
+    "megatron-core": Entry("megatron", "of_megatron", MEGATRON, {"loss": "token"}),
+    "megatron-core, distributed optimizer": Entry(
+        "megatron", "of_megatron", MEGATRON, {"loss": "token", "optimizer": "sharded"}
+    ),
+    "megatron-core, mean of micro-batch": Entry(
+        "megatron",
+        "of_megatron",
+        MEGATRON,
+        {"loss": "micro_batch"},
+        dict.fromkeys(("accumulation", "partners", "ranks"), "documented: without calculate_per_token_loss"),
+    ),
     "Trainer of 2024": Entry(
         "transformers_4_45",
         "of_hf",
@@ -109,9 +123,13 @@ def measure_entry(title: str, report_progress: Callable[[str], None] = lambda li
     entry = ENTRIES[title]
     script = Script(entry.python, FOLDER / "drivers" / f"{entry.driver}.py", entry.options, timeout_s=1800)
     proof = prove_engine(script, title=title, report_progress=report_progress, shrink=not entry.environment)
-    return {"versions": versions(entry), "options": dict(entry.options), "expected": dict(entry.expected)} | {
-        key: value for key, value in proof.as_json().items() if key != "engine"
+    known = {
+        "versions": versions(entry),
+        "commit": provenance(project_root())["git"]["commit"],
+        "options": dict(entry.options),
+        "expected": dict(entry.expected),
     }
+    return known | {key: value for key, value in proof.as_json().items() if key != "engine"}
 
 
 def measure(
@@ -120,6 +138,7 @@ def measure(
     workers: int = 1,
     kept: Mapping[str, Any] | None = None,
     report_progress: Callable[[str], None] = lambda line: None,
+    save: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Measure engines, and return a record with those that were kept.
 
@@ -128,11 +147,25 @@ def measure(
         workers: engines at a time.
         kept: entries of an earlier record.
         report_progress: called with a line after each invariant.
+        save: called with the record after each engine.
     """
-    chosen = list(titles or ENTRIES)
+    chosen, entries = list(titles or ENTRIES), dict(kept or {})
+    failed: list[BaseException] = []
     with ThreadPoolExecutor(workers) as pool:
-        measured = dict(zip(chosen, pool.map(lambda title: measure_entry(title, report_progress), chosen), strict=True))
-    entries = {**(kept or {}), **measured}
+        running = {pool.submit(measure_entry, title, report_progress): title for title in chosen}
+        for done in as_completed(running):
+            if error := done.exception():
+                failed.append(error)
+                continue
+            entries[running[done]] = done.result()
+            save(record_of(entries))
+    if failed:  # after the others are saved
+        raise failed[0]
+    return record_of(entries)
+
+
+def record_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Record of measured engines."""
     return {
         "benchmark": "engine_matrix",
         "command": "make engine-matrix",
@@ -160,13 +193,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("titles", nargs="*", choices=[*ENTRIES, []], metavar="ENGINE", help="engines; without any, all")
     parser.add_argument("--workers", type=int, default=1, help="engines at a time")
     options = parser.parse_args(arguments)
-    kept = from_json(RECORD.read_text())["engines"] if options.titles and RECORD.exists() else {}
-    record = measure(
-        options.titles, workers=options.workers, kept=kept, report_progress=lambda line: print(line, flush=True)
+    kept = from_json(RECORD.read_text())["engines"] if RECORD.exists() else {}
+    measure(
+        options.titles,
+        workers=options.workers,
+        kept={title: entry for title, entry in kept.items() if title in ENTRIES},
+        report_progress=lambda line: print(line, flush=True),
+        save=_write,
     )
+    return 0
+
+
+def _write(record: dict[str, Any]) -> None:
     write_whole(RECORD, to_json(record))
     write_whole(FOLDER / "report.html", page(record).encode())
-    return 0
 
 
 if __name__ == "__main__":

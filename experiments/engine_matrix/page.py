@@ -31,7 +31,7 @@ def page(record: Mapping[str, Any]) -> str:
             ("Invariants", table(["invariant", "statement"], statements)),
             ("Counterexamples", counterexamples(record)),
             ("Not judged", not_judged(record)),
-            ("Provenance", provenance(record)),
+            ("Provenance", join([provenance(record), measured(record)])),
         ],
     )
 
@@ -86,6 +86,12 @@ def counterexamples(record: Mapping[str, Any]) -> Markup:
             parts.append(tag("p", result["description"] + (f" ({reason})" if reason else "")))
             parts.append(tag("pre", "\n".join(lines)))
     return join(parts) if parts else tag("p", "None.")
+
+
+def measured(record: Mapping[str, Any]) -> Markup:
+    """Table of the commits at which engines were measured, and how long it took."""
+    lines = [[title, entry["commit"][:12], f"{entry['seconds']:.0f} s"] for title, entry in record["engines"].items()]
+    return table(["engine", "measured at commit", "duration"], lines)
 
 
 def not_judged(record: Mapping[str, Any]) -> Markup:

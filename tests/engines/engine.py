@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 LOOPS = Path(__file__).parent / "loops"
 
 
-def run(system: str, *arguments: object, ranks: int = 1, timeout_s: float = 600) -> str:
-    """Run ``loops/of_SYSTEM.py`` with arguments in the system's environment; return its output.
+def run(system: str, *arguments: object, ranks: int = 1, timeout_s: float = 600, loop: str = "") -> str:
+    """Run ``loops/of_SYSTEM.py``, or another loop, with arguments in the system's environment; return its output.
 
     With several ranks it is started by ``torch.distributed.run`` on this machine.
     """
@@ -21,7 +21,7 @@ def run(system: str, *arguments: object, ranks: int = 1, timeout_s: float = 600)
     if not python.is_file():
         pytest.skip(f"no environment of {system}: make engines ENGINES={system}")
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [str(python), *start, str(LOOPS / f"of_{system}.py"), *map(str, arguments)]
+    command = [str(python), *start, str(LOOPS / f"of_{loop or system}.py"), *map(str, arguments)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

@@ -8,6 +8,7 @@ import torch
 from tests.helpers.bars import distances
 from tests.helpers.planted_faults import BASE, documents, shown
 from workbench.faults import precision, sampling
+from workbench.records.integrity import piece_of_norm
 from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.run import RunSpec
 from workbench.train.step import pack_step
@@ -235,3 +236,18 @@ def test_counting_replicas_scales_norms_of_replicated_weights_by_sqrt_tp():
     assert {name for name, factor in results.items() if factor > 1} == {name for name in results if "norm" in name}
     assert max(results.values()) == pytest.approx(math.sqrt(2), rel=1e-12)
     assert pair.ratio("gradient/norm/norm") == pytest.approx(math.sqrt(2), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [("norm_misses_sinks_of_other_ranks", "sinks"), ("norm_misses_expert_slices", "experts.down_proj")],
+)
+def test_norms_of_slices_are_those_of_the_first_rank(fault, end):
+    pair = shown(fault)
+    wrong = [name for name, norm in pair.wrong.norms.items() if norm != pair.right.norms[name]]
+    assert {name for name in pair.right.norms if name.endswith(end)} <= set(wrong)
+    assert all(end.partition(".")[0] in name for name in wrong)
+    for name in wrong:
+        pieces = piece_of_norm(pair.right.gradients[name], pair.wrong.norms[name])
+        assert pieces is not None, name
+        assert pieces[1] == 2, name

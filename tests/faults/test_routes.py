@@ -50,3 +50,13 @@ def test_router_losses_count_a_cp_th(cp):
         added = right - without.gradients[name]
         kept = pair.wrong.gradients[name] - without.gradients[name]
         assert float((kept - added / cp).norm()) <= 1e-10 * float(right.norm()) + 1e-14, name
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_router_losses_count_the_tokens_of_all_ranks(cp):
+    pair = shown("router_gradient_times_cp", layout={"cp": cp})
+    without = shown("router_gradient_times_cp", layout={"cp": cp}, routing={"balance": 0.0, "record": True}).right
+    for name, right in pair.right.gradients.items():
+        added = right - without.gradients[name]
+        kept = pair.wrong.gradients[name] - without.gradients[name]
+        assert float((kept - added * cp).norm()) <= 1e-10 * float(right.norm()) + 1e-14, name

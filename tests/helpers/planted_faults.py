@@ -15,6 +15,7 @@ from workbench.faults import load_fault, planted
 from workbench.policy.model import Policy, load_policy
 from workbench.prove.documents import draw_documents, to_batch
 from workbench.rollouts.batch import RolloutBatch
+from workbench.sharding.gradients import weight_norms
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.reading import merge
@@ -44,6 +45,7 @@ class Found:
         norms: by parameter, as reported.
         tokens: per-token values in the order of the batch, [S].
         counts: trained tokens and documents of the step.
+        weights: norm of each weight before the step.
     """
 
     gradients: dict[str, Tensor]
@@ -51,6 +53,7 @@ class Found:
     norms: dict[str, float]
     tokens: dict[str, Tensor]
     counts: dict[str, int]
+    weights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
 
     def rank(mesh: Mesh) -> Found:
         policy = _policy(mesh, spec)
+        weights = weight_norms(policy.model, policy.shards, mesh)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         result = flow.run_step(
             policy,
@@ -149,6 +153,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
             dict(result.norms),
             dict(result.tokens),
             {"tokens": result.totals.tokens, "documents": result.totals.documents},
+            weights,
         )
 
     with planted([fault] if fault else []):
@@ -178,7 +183,9 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    special = max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    special = (
+        layout.checkpointing or max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    )
     if special or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
@@ -190,6 +197,7 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             tied=spec.model.tied,
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
+            checkpointing=layout.checkpointing,
             routing=spec.routing.on,
             depths=spec.prediction.depths,
             lora=spec.lora,

@@ -36,5 +36,6 @@ def record_of(found: Found, spec: RunSpec, name: str) -> Record:
         counts,
         found.gradients,
         dict(found.tokens) | places,
+        weight_norms=found.weights,
     )
     return Record(context_of(spec, batch), (step,), name)

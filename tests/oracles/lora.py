@@ -36,6 +36,11 @@ def lora_step(model, documents, adapters, scale, **settings):
     Also the gradient of every merged weight, from which those of its adapter follow.
     """
     loss, of_weights, logprobs = grpo_step(merge(model, adapters, scale), documents, **settings)
+    return loss, factor_gradients(of_weights, adapters, scale), logprobs, of_weights
+
+
+def factor_gradients(of_weights, adapters, scale):
+    """Gradients of A and B by the adapted weight's name, from the gradient of each merged weight."""
     gradients = {}
     for name, (a, b) in adapters.items():
         down, up = torch.zeros_like(a, dtype=torch.float64), torch.zeros_like(b, dtype=torch.float64)
@@ -45,7 +50,7 @@ def lora_step(model, documents, adapters, scale, **settings):
             to_a += scale * one_b.T @ gradient
             to_b += scale * gradient @ one_a.T
         gradients[name] = down, up
-    return loss, gradients, logprobs, of_weights
+    return gradients
 
 
 def _matrices(weight, a, b):

@@ -70,6 +70,10 @@ BENCHMARKS = {
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",
     ),
+    "cpu_step": (
+        "benchmarks.cpu_step",
+        "what a step of the default ablation takes on a CPU, next to a bare loop over the same documents",
+    ),
     "recorder_cost": (
         "benchmarks.recorder_cost",
         "share of a step that a recorder takes in a plain training loop, on a GPU with the Qwen3-0.6B architecture",

@@ -21,7 +21,7 @@ from workbench.compare.certificates import (
     first_not_finite,
     nothing_trained,
 )
-from workbench.errors import RecordError
+from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence, weaker
 from workbench.records.directory import RunDirectory
 from workbench.records.lookup import look_up
@@ -194,6 +194,8 @@ def bisect(
     if _both_traced(sources, block_tokens):
         return _bisection(labels, sources, {})
     specs = [run.spec if isinstance(run, RunDirectory) else run for run in sources]
+    for label, spec in zip(labels, specs, strict=True):
+        _refuse_stages(label, spec)
     block = block_tokens or specs[0].reproducible.block_tokens or specs[1].reproducible.block_tokens or BLOCK_TOKENS
     most, changes = _steps(sources, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
     changed_settings = {
@@ -235,6 +237,16 @@ def _resolved(source: RunSpec | RunDirectory | Path | str, project: Path) -> Run
             fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}",
         )
     return runs[0]
+
+
+def _refuse_stages(name: str, spec: RunSpec) -> None:
+    if spec.layout.pp > 1:
+        raise SpecError(
+            f"bisect {name}",
+            found=f"layout.pp = {spec.layout.pp}",
+            rule="a trace has the values of every module in order, and a rank of a pipeline those of its own stages",
+            fix="take pp: 1 here; `workbench diagnose` compares runs of any layouts",
+        )
 
 
 def _both_traced(

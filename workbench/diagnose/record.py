@@ -5,7 +5,7 @@ a recorder wrote (`workbench.records.trainer_files` owns its format):
 
     record.json                                  {"context": {...}}
     steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line, and
-                                                 "evidence" where a run of the workbench counted it
+                                                 "evidence" and "weight_norms" where a run of the workbench has them
     tensors/step0000.gradients.safetensors       whole gradients, by parameter
     tensors/step0000.tokens.safetensors          per-token values in source order, [S] each
 
@@ -13,7 +13,8 @@ Context names: dp, cp, tp, micro_batches, accumulation, order, temperature, lear
 a trainer records. Count names: documents (that train), masked_documents, trained_tokens, all_tokens,
 padded_tokens, micro_batches, kept_mass. Token names: policy_logprobs, old_logprobs, ref_logprobs, sampler_logprobs,
 entropy_nats, ratios, trained (bool), documents, positions, and where each token was predicted: rows (micro-batches, of
-the first dp rank first), places in them, shards (cp rank); losses, each token's value before weighting.
+the first dp rank first), places in them, shards (cp rank), slices (of cp and tp, with sequence parallelism); losses,
+each token's value before weighting; prediction_k_logprobs of the token that depth k predicts, 0 where it predicts none.
 
 A record contains measurements only, not the planted fault or the intention.
 
@@ -22,6 +23,7 @@ Letters: S tokens of the source batch | T tokens of a row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,7 @@ from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
+from workbench.sharding.plan import ShardPlan
 from workbench.specs.precision import CHANGES
 from workbench.specs.run import RunSpec
 from workbench.train.old_pass import with_advantages
@@ -52,6 +55,7 @@ from workbench.train.step import compute_advantages, pack_step, plan_row
 
 _NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)
 _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
+_OF_DEPTHS = re.compile(r"prediction_\d+_logprobs$")
 
 
 OTHER_NAMES = {
@@ -104,6 +108,7 @@ class RecordedStep:
         certificate: of the step, if a run has one.
         observed: what a recorder saw by itself, see `workbench.records.observed`.
         partial_metrics: names of metrics that are of parts of the step, such as its last micro-batch.
+        weight_norms: L2 norm of each whole parameter before the step; of the first step of a run of the workbench.
     """
 
     number: int
@@ -117,6 +122,7 @@ class RecordedStep:
     certificate: Certificate | None = None
     observed: Mapping[str, Any] = field(default_factory=dict)
     partial_metrics: Sequence[str] = ()
+    weight_norms: Mapping[str, float] = field(default_factory=dict)
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -226,6 +232,7 @@ class Record:
                 | {name: dict(getattr(step, name)) for name in ("metrics", "gradient_norms", "counts")}
                 | ({"evidence": dict(step.evidence)} if step.evidence else {})
                 | ({"observed": dict(step.observed)} if step.observed else {})
+                | ({"weight_norms": dict(step.weight_norms)} if step.weight_norms else {})
                 | ({"partial_metrics": list(step.partial_metrics)} if step.partial_metrics else {}),
             )
         return folder
@@ -271,7 +278,7 @@ def _loaded(folder: Path, step: Mapping[str, Any], names: MetricNames) -> Record
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
     measured: dict[str, Any] = {
-        name: step.get(name) or {} for name in ("gradient_norms", "counts", "evidence", "observed")
+        name: step.get(name) or {} for name in ("gradient_norms", "counts", "evidence", "observed", "weight_norms")
     }
     tensors: dict[str, Any] = {kind: of_kind(kind) for kind in ("gradients", "tokens")}
     metrics, partial = names.renamed(step.get("metrics") or {}, step.get("partial_metrics") or ())
@@ -315,9 +322,10 @@ def _of_run(run: RunDirectory) -> Record:
                 line.get("gradient_norms") or {},
                 counts,
                 LazyTensors(partial(_run_tokens, run, number, "gradients")),
-                {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
+                {name: tokens[name] for name in tokens if name in _MEASURED_TOKENS or _OF_DEPTHS.match(name)} | places,
                 {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
                 read_certificate(run, number) if "certificate" in line else None,
+                weight_norms=line.get("weight_norms") or {},
             )
         )
     return Record(context_of(spec, rollouts), tuple(steps), run.name)
@@ -351,6 +359,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
         "precision": spec.precision,
         **({"label_smoothing": spec.loss.label_smoothing} if spec.loss.label_smoothing else {}),
         **{name: size for name in ("ep", "pp") if (size := getattr(layout, name)) > 1},
+        **({"checkpointing": True} if layout.checkpointing else {}),
         **{f"{CHANGES}{name}": getattr(spec.mixed_precision, name) for name in spec.mixed_precision.changed},
     }
     return {name: value for name, value in context.items() if value is not None}
@@ -387,6 +396,15 @@ def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[
     return [(number * each + place) % batch.num_documents for place in range(each)]
 
 
+def _slices(plan: ShardPlan, tp: int) -> Tensor:
+    """[T] number of the slice of each position of a row by sequence parallelism, over ranks of cp and then of tp."""
+    slices_T = torch.empty(plan.num_tokens, dtype=torch.int64)
+    for rank in range(plan.cp):
+        positions_t = plan.positions(rank)
+        slices_T[positions_t] = rank * tp + torch.arange(len(positions_t)) * tp // len(positions_t)
+    return slices_T
+
+
 def _places(
     spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch, tokens: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -395,6 +413,8 @@ def _places(
         **{name: torch.full((batch.num_tokens,), -1) for name in ("rows", "shards", "places")},
         "positions": batch.positions_T.clone(),
     }
+    if spec.layout.sequence_parallel and spec.layout.tp > 1:
+        values["slices"] = torch.full((batch.num_tokens,), -1)
     penalties = spec.loss.squared_logit_coefficient, spec.loss.mean_squared_logit_coefficient
     if not any((*penalties, spec.loss.label_smoothing)):  # these need logits
         values["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
@@ -409,7 +429,10 @@ def _places(
         source = row.source_T[known_T]
         values["rows"][source] = number
         values["places"][source] = torch.arange(row.tokens_T.shape[0])[known_T]
-        values["shards"][source] = plan_row(row.document_ids_T, spec.layout).owners_T[known_T]
+        plan = plan_row(row.document_ids_T, spec.layout)
+        values["shards"][source] = plan.owners_T[known_T]
+        if "slices" in values:
+            values["slices"][source] = _slices(plan, spec.layout.tp)[known_T]
         if "losses" not in values:
             continue
         head_output = TokenLogprobs(

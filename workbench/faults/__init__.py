@@ -54,6 +54,7 @@ MODULES: Mapping[str, str] = {
     "pipeline": "S",
     "routes": "K",
     "attention": "S",
+    "process_groups": "S",
     "prediction": "K",
     "adapters": "L",
     "updates": "U",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def gates_of_other_ranks_detached(
 
 @fault(
     seam="gradient_norms",
-    origin="no single report: norms of experts that count another number of ranks, NVIDIA/Megatron-LM#5916 and #6080",
+    origin="no single report: norms of experts that count another number of ranks, as in NVIDIA/Megatron-LM#6080",
     signature="gradients exact; norms of experts sqrt(dp * cp / ep) times too big, and the global norm by their share",
     shows_in={"layout": {"dp": 2, "cp": 2, "ep": 2}, "model": {"source": "tiny-qwen3-moe"}},
     hidden_in=ALONE,
@@ -69,6 +70,22 @@ def norm_counts_experts_of_replicas(
         name: norm * copies**0.5 if shards[name].over_ep else norm
         for name, norm in gradient_norms(model, shards, mesh).items()
     }
+
+
+@fault(
+    seam="gradient_norms",
+    origin="NVIDIA/Megatron-LM#5916 (expert tensor parallelism)",
+    signature="gradients exact; norms of experts are those of the slices of the first tp rank, and the global norm is "
+    "too small by the others, so that a clip passes more",
+    shows_in={"layout": {"dp": 2, "tp": 2, "ep": 2}, "model": {"source": "tiny-qwen3-moe"}},
+    hidden_in={"layout": {"tp": 1}},
+    detected_by="tests/faults/test_layout_and_policy_faults.py::test_norms_of_slices_are_those_of_the_first_rank",
+    changes_gradient=False,
+)
+def norm_misses_expert_slices(gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh) -> dict[str, float]:
+    """Experts that are cut over tp count in the norm as if every tp rank had all of each."""
+    as_copies = {name: replace(shard, dim=None) if shard.over_ep else shard for name, shard in shards.items()}
+    return gradient_norms(model, as_copies, mesh)
 
 
 @fault(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.faults import fault
 from workbench.policy.routers import Routers, Routes, replayed_gates
-from workbench.policy.tensor_plan import PREDICTION
+from workbench.policy.tensor_plan import of_prediction
 from workbench.rollouts.targets import AHEAD_WEIGHTS, TrainingRow
 
 ONE_DEPTH = {"prediction": {"depths": 1, "coefficient": 0.3}}
@@ -136,6 +136,6 @@ def prediction_replays_first_mixture(install_routers: Callable, model: Any, **mo
 
     setattr(routers, "_during", noting)  # noqa: B010 a method of this object alone
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("Router") and PREDICTION in name.split("."):
+        if type(module).__name__.endswith("Router") and of_prediction(name):
             module.forward = replaying(module, module.forward)
     return routers

@@ -114,3 +114,18 @@ def balance_of_own_tokens(counts_of_step: Callable, step: Any, counts_LE: Tensor
 def router_gradient_over_cp(finish: Callable, step: Any, number: int, routes: Routes) -> list[Tensor]:
     """The losses of routers are averaged over cp ranks, whose tokens are different ones."""
     return [loss / step.policy.mesh["cp"].size for loss in finish(step, number, routes)]
+
+
+@fault(
+    seam="workbench.train.routes:StepRoutes.finish",
+    origin="NVIDIA/Megatron-LM#7452, finding 10 (#7481): a count of tokens that its own all-reduce overwrites",
+    family="K",
+    signature="losses right; what the losses of routers add to every gradient exactly cp times its size",
+    shows_in=MIXTURE | {"routing": {"balance": 0.5}, "layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_routes.py::test_router_losses_count_the_tokens_of_all_ranks",
+    changes_metrics=False,
+)
+def router_gradient_times_cp(finish: Callable, step: Any, number: int, routes: Routes) -> list[Tensor]:
+    """Each rank scales the losses of routers by the tokens of all cp ranks in place of its own."""
+    return [loss * step.policy.mesh["cp"].size for loss in finish(step, number, routes)]

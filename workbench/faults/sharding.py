@@ -49,7 +49,7 @@ def gathered_logits_in_parallel_softmax(all_sum: Callable, sums_3T: Tensor, axis
 
 @fault(
     seam="workbench.sharding.sequence_parallel:gather_slice",
-    origin="awslabs/slapo#20; the same inside layers: THUDM/slime#1748",
+    origin="awslabs/slapo#20, NVIDIA/Megatron-LM#7452, appendix B (Wan); inside layers: THUDM/slime#1748",
     signature="the head right, everything below it exactly tp times too big; loss right; no effect without sequence "
     "parallelism",
     shows_in={"layout": {"tp": 2, "sequence_parallel": True}, "model": {"tied": False}},
@@ -106,6 +106,24 @@ def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards
         name: norm * copies**0.5 if shards[name].dim is None else norm
         for name, norm in gradient_norms(model, shards, mesh).items()
     }
+
+
+@fault(
+    seam="gradient_norms",
+    origin="NVIDIA/Megatron-LM#7452, finding 8 (#7530): softmax_offset without the mark of sharded parameters",
+    signature="gradients exact; norms of attention sinks are those of the heads of the first tp rank, and the global "
+    "norm is too small by the others, so that a clip passes more",
+    shows_in={"model": {"source": "tiny-gpt-oss"}, "layout": {"tp": 2}},
+    hidden_in={"layout": {"tp": 1}},
+    detected_by="tests/faults/test_layout_and_policy_faults.py::test_norms_of_slices_are_those_of_the_first_rank",
+    changes_gradient=False,
+)
+def norm_misses_sinks_of_other_ranks(
+    gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh
+) -> dict[str, float]:
+    """Sinks, one for each head of a rank, count in the norm as if every tp rank had all of them."""
+    as_copies = {name: replace(shard, dim=None) if name.endswith(".sinks") else shard for name, shard in shards.items()}
+    return gradient_norms(model, as_copies, mesh)
 
 
 @fault(

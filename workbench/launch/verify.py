@@ -3,7 +3,8 @@
 A decoder takes steps of plain SGD on GRPO losses: on one rank with whole rows, in float64 (the truth) and in float32
 with the rows in several orders; and on several ranks that share every row, under torch's own context parallelism (on
 GPUs) and under the workbench's, each with an engine that sums gradients (a plain all-reduce) and one that averages
-them (DDP with its defaults), aligned by `workbench.align_loss`. In one batch of four a single rank has all loss tokens.
+them (DDP with its defaults), aligned by `workbench.align_loss`; and in pipeline stages, and a mixture with its experts
+on several ranks, by the workbench's own step. In one batch of four a single rank has all loss tokens.
 
 Bars, of the float32 weights after the last step. The effect of rounding alone is measured: the distance of one rank's
 weights from the truth, its median over orders of the rows.
@@ -48,10 +49,13 @@ from workbench.errors import LaunchError, SpecError
 from workbench.launch.devices import visible_gpus
 from workbench.records.provenance import project_root, provenance, without_machine_paths
 
-MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
+MIXTURE = "tiny-qwen3-moe"
+"""The model with experts, which are trained on several ranks too."""
+
+MODELS = {"tiny-qwen3": {}, MIXTURE: {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
 """Model -> settings of its task that differ from the default."""
 
-TOKENS_A_RANK = {"tiny-qwen3": 128, "qwen3-0.6b": 256}
+TOKENS_A_RANK = {"tiny-qwen3": 128, MIXTURE: 64, "qwen3-0.6b": 256}
 """Of each row."""
 
 LORA_LEARNING_RATE = 0.1
@@ -74,7 +78,8 @@ class Task:
     """The training that one rank and several do.
 
     Attributes:
-        model: `tiny-qwen3`, or a published architecture (`workbench.policy.decoder.QWEN3`), with seeded weights.
+        model: `tiny-qwen3`, `tiny-qwen3-moe`, or a published architecture (`workbench.policy.decoder.QWEN3`), with
+            seeded weights.
         learning_rate: of plain SGD, under which a scaled gradient changes the weights, unlike under Adam.
         orders: float32 runs of one rank, each with the rows in another order.
         lora_r: rank of adapters on every linear layer, which alone are trained; 0: all weights are.
@@ -94,6 +99,13 @@ class Task:
     def attentions(self) -> tuple[str, ...]:
         """Implementations of context parallelism: torch's, where it can train, and ours."""
         return ("torch", "ours") if self.device == "cuda" else ("ours",)
+
+    def layouts(self) -> dict[str, dict[str, Any]]:
+        """Layouts of the workbench's own step: pipeline stages, and experts on the ranks of dp; none with adapters."""
+        if self.lora_r:
+            return {}
+        experts = {"ours_ep": {"dp": self.ranks, "ep": self.ranks}} if self.model == MIXTURE else {}
+        return {"ours_pp": {"pp": self.ranks}} | experts
 
 
 def measure(

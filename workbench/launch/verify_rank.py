@@ -24,23 +24,31 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.atomic import write_whole
-from workbench.launch.verify import Task
+from workbench.launch.verify import MIXTURE, Task
+from workbench.losses.build import build_loss
 from workbench.metrics.step import StepClock
 from workbench.parallel_loss.align import Alignment, Engine, align_loss
 from workbench.parallel_loss.rows import shifted
 from workbench.policy.attention import with_our_attention, with_torch_attention
-from workbench.policy.decoder import QWEN3, published_qwen3, tiny_qwen3
+from workbench.policy.decoder import QWEN3, published_qwen3, tiny_qwen3, tiny_qwen3_moe
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
 from workbench.policy.lora import install_lora
+from workbench.policy.model import Policy
 from workbench.policy.precision import lift_to_float64
+from workbench.policy.stages import split_stages
+from workbench.policy.tensor_plan import shard_experts
+from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_max, all_sum_
-from workbench.sharding.gradients import trained_parameters
+from workbench.sharding.gradients import full_weights, trained_parameters
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
+from workbench.sharding.pipeline import share_tensors
 from workbench.sharding.plan import ShardPlan
 from workbench.sharding.tensor_parallel import ParameterShard
 from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
+from workbench.specs.run import RunSpec
+from workbench.train.step import prepare_rows, run_step
 
 VOCABULARY = 97
 """Of the tiny model; no rank count divides it."""
@@ -55,7 +63,8 @@ def make_model(
     name: str, device: torch.device, *, precision: str = "float32", ours: bool = False, lora_r: int = 0
 ) -> Any:
     """The decoder with its seeded weights, under torch's attention or ours; with adapters, none of which is 0."""
-    model = published_qwen3(name) if name in QWEN3 else tiny_qwen3(VOCABULARY)
+    tiny = tiny_qwen3_moe if name == MIXTURE else tiny_qwen3
+    model = published_qwen3(name) if name in QWEN3 else tiny(VOCABULARY)
     if lora_r:
         shapes = {name: value.shape for name, value in model.named_parameters()}
         shards = dict.fromkeys(shapes, ParameterShard())
@@ -213,19 +222,90 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def train_in_layout(task: Task, layout: Mapping[str, int], batches: list[dict[str, Tensor]], policy: Policy) -> dict:
+    """Train a policy in pipeline stages, or with experts on several ranks, as `train` does; each row is a micro-batch.
+
+    Returns what `train` returns, and if every weight has the same bits on all ranks that have it.
+    """
+    mesh = policy.mesh
+    rows = {"micro_batches": max(1, task.rows // mesh["dp"].size)}
+    spec = RunSpec.model_validate({"loss": LOSS.model_dump(), "layout": dict(layout), "data": rows})
+    prepared, loss = [prepare_rows(as_rollouts(batch), spec, mesh) for batch in batches], build_loss(LOSS)
+    optimizer = torch.optim.SGD(trained_parameters(policy.model).values(), lr=task.learning_rate)
+    losses, allocated, reserved = [], [], []
+    with StepClock(mesh.device) as clock:
+        for number in range(task.steps):
+            result = run_step(policy, loss, *prepared[number % BATCHES], level="none")
+            losses.append(float(result.loss["total"]))
+            optimizer.step()
+            if mesh.device.type == "cuda":
+                allocated.append(torch.cuda.memory_allocated(mesh.device))
+                reserved.append(torch.cuda.memory_reserved(mesh.device))
+    return {
+        "losses": losses,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "step_ms": clock.step_ms / task.steps,
+        "same_on_all_ranks": copies_agree(policy),
+    }
+
+
+def as_rollouts(batch: Mapping[str, Tensor]) -> RolloutBatch:
+    """The rows of a batch as documents."""
+    names = {"tokens": "tokens", "loss_mask": "mask", **{n: n for n in ("advantages", "old_logprobs", "ref_logprobs")}}
+    rows = {
+        name: batch[key].to(torch.int64 if name == "loss_mask" else batch[key].dtype) for name, key in names.items()
+    }
+    return RolloutBatch.from_documents(
+        [{name: values_BT[row].tolist() for name, values_BT in rows.items()} for row in range(len(batch["tokens"]))]
+    )
+
+
+def make_policy(task: Task, mesh: Mesh) -> Policy:
+    """This rank's part of the decoder: its pipeline stages, or its experts."""
+    model = make_model(task.model, torch.device("cpu"), ours=True)
+    shapes = {name: value.shape for name, value in model.named_parameters()}
+    shards = shard_experts(model, mesh, dict.fromkeys(shapes, ParameterShard()))
+    stages, shards = split_stages(model, mesh, shards, schedule_name="1f1b", stages_per_rank=1)
+    model.to(mesh.device)
+    return Policy(model, mesh, shards, model.config.vocab_size, 1.0, "reference", stages=stages, shapes=shapes)
+
+
+def copies_agree(policy: Policy) -> bool:
+    """True if the ranks of dp x cp have the same bits, experts aside, and this stage tied weights as the last one has.
+
+    Two collectives a parameter, and one over pp.
+    """
+    mesh, parameters = policy.mesh, trained_parameters(policy.model)
+    alike = [
+        _alike(parameter, mesh, "dp_cp") for name, parameter in parameters.items() if not policy.shards[name].over_ep
+    ]
+    tied = {name: parameter for name, parameter in parameters.items() if policy.shards[name].on_both_ends}
+    for name, of_last in share_tensors({name: value.detach() for name, value in tied.items()}, mesh).items():
+        alike.append(name not in tied or torch.equal(tied[name], of_last))
+    return all(alike)
+
+
+def _alike(parameter: Tensor, mesh: Mesh, axis: str) -> bool:
+    """True if all ranks of an axis have a parameter with the same bits."""
+    most, least = all_max(parameter, mesh[axis]), -all_max(-parameter.detach(), mesh[axis])
+    return torch.equal(most, least)
+
+
 def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
     """True if every weight has the same bits on every rank of cp. Two collectives a parameter."""
-    same = True
-    for parameter in trained_parameters(model).values():
-        most, least = all_max(parameter, mesh["cp"]), -all_max(-parameter.detach(), mesh["cp"])
-        same = same and torch.equal(most, least)
-    return same
+    alike = [_alike(parameter, mesh, "cp") for parameter in trained_parameters(model).values()]
+    return all(alike)
 
 
 # -- the two jobs ----------------------------------------------------------------------------------------------
 
 
-def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+Run = tuple[str, dict[str, Tensor], dict[str, Any]]
+"""Name of a run, its weights in the end, and what `train` returned."""
+
+
+def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[Run]:
     """The truth, one rank's float32 in several orders of the rows, and a gradient that is off by the ranks."""
     mesh = make_mesh(device=device, alone=True)
     exact = make_model(task.model, device, precision="float64", lora_r=task.lora_r)
@@ -237,17 +317,20 @@ def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[s
         for batch in batches
     ]
     save_file(_weights(exact), folder / "start.safetensors")
-    yield "truth", exact, train(exact, on_whole_rows(in_order), wide, task, mesh=mesh)
+    result = train(exact, on_whole_rows(in_order), wide, task, mesh=mesh)
+    yield "truth", _weights(exact), result
     for number in range(task.orders):
         model = make_model(task.model, device, lora_r=task.lora_r)
         order_B = in_order.roll(number)
-        yield f"one_rank{number}", model, train(model, on_whole_rows(order_B), batches, task, mesh=mesh)
+        result = train(model, on_whole_rows(order_B), batches, task, mesh=mesh)
+        yield f"one_rank{number}", _weights(model), result
     model = make_model(task.model, device, lora_r=task.lora_r)
-    yield "off_by_ranks", model, train(model, on_whole_rows(in_order, 1 / task.ranks), batches, task, mesh=mesh)
+    result = train(model, on_whole_rows(in_order, 1 / task.ranks), batches, task, mesh=mesh)
+    yield "off_by_ranks", _weights(model), result
 
 
-def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Each kind of context parallelism under each kind of engine."""
+def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[Run]:
+    """Each kind of context parallelism under each kind of engine; pipeline stages, and experts on several ranks."""
     mesh = make_mesh(cp=task.ranks, device=device)
     batches = loaded(load_file(folder / "batches.safetensors"), device)
     for attention in task.attentions():
@@ -256,7 +339,13 @@ def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[tu
             backward = under_torch(align) if attention == "torch" else under_ours(align, task)
             model = make_model(task.model, device, ours=attention == "ours", lora_r=task.lora_r)
             result = train(model, backward, batches, task, mesh=mesh, engine=engine)
-            yield f"{attention}_{engine}", model, result | {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
+            same = {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
+            yield f"{attention}_{engine}", _weights(model), result | same
+    for name, layout in task.layouts().items():
+        policy = make_policy(task, make_mesh(**layout, device=device))
+        result = train_in_layout(task, layout, batches, policy)
+        whole = full_weights(policy.model, policy.shards, policy.mesh)
+        yield name, {key: value.cpu().contiguous() for key, value in whole.items()}, result
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -270,9 +359,9 @@ def main(arguments: list[str]) -> None:
     task = Task(**json.loads((folder / "task.json").read_text()))
     device = join(task.device, timeout_s=task.timeout_s)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    for name, model, result in (one_rank if alone else several_ranks)(task, folder, device):
+    for name, weights, result in (one_rank if alone else several_ranks)(task, folder, device):
         if int(os.environ.get("RANK", "0")) == 0:
-            save_file(_weights(model), folder / f"{name}.safetensors")
+            save_file(weights, folder / f"{name}.safetensors")
             write_whole(folder / f"{name}.json", json.dumps(result).encode())
     leave()
 

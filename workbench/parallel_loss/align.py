@@ -50,6 +50,9 @@ def align_loss(
 ) -> Alignment:
     """Declare which ranks share a loss, and how the engine reduces gradients after backward. No collective.
 
+    tp ranks compute the same loss, and of a pipeline the ranks of the last stage alone compute it: neither counts, and
+    the groups are those of the last stage. ep ranks are some of dp x cp; see `Alignment.expert_factor`.
+
     Args:
         mesh: a workbench mesh, or a device mesh with dimensions "cp" and "dp" (or "dp_..."); instead of cp and dp.
         cp: the ranks that share rows: a process group, a one-dimensional device mesh or a workbench axis; None: none.
@@ -97,6 +100,27 @@ class Alignment:
         """Gradient factor between global values and a rank's tokens, with its reason."""
         axes = {"dp": Axis("dp", ranks_of(self.dp)), "cp": self.cp}
         return engine_factor(Mesh(axes, torch.device("cpu")), self.engine)
+
+    def expert_factor(self, ep: int) -> float:
+        """Factor of gradients of experts over ``ep`` of the ranks, behind the engine's reduction over their replicas.
+
+        An expert has tokens of all ranks that share the experts, so its gradient is a sum over ep ranks before the
+        engine reduces it over the dp cp / ep ranks with the same experts. A mean over these is ep times too large
+        beside dense parameters, whose mean is over all dp cp.
+
+        Formula: 1 / ep under "mean", 1 under "sum".
+        Raises:  SpecError: ep does not divide the ranks.
+        Source:  NVIDIA/Megatron-LM#5956.
+        """
+        ranks = ranks_of((self.cp, *self.dp))
+        if ep < 1 or ranks % ep:
+            raise SpecError(
+                f"align_loss(...).expert_factor({ep})",
+                found=f"{ranks} rank(s) of dp x cp",
+                rule="ep divides dp x cp: experts are shared by some of the ranks that have other tokens",
+                fix="give the number of ranks that share one set of experts",
+            )
+        return 1.0 if self.engine == "sum" else 1 / ep
 
     def __repr__(self) -> str:
         return f"Alignment({self.factor!r})"

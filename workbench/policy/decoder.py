@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import SpecError, listed
 
 if TYPE_CHECKING:
-    from transformers import CLIPVisionModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SiglipVisionModel
+    from transformers import (
+        CLIPVisionModel,
+        GptOssForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+        SiglipVisionModel,
+    )
 
 
 def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
@@ -93,7 +99,7 @@ def _load(source: str, folder: Path) -> Any:
             f"load model.source = {source!r}",
             found=str(error).splitlines()[0],
             rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
-            f"{' or '.join(TINY)}",
+            f"one of {', '.join(TINY)}",
             fix=f"check the path (the folder {source!r} is looked up under the project root)",
         ) from None
     mismatches = [
@@ -170,8 +176,29 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
     return _seeded(Qwen3MoeForCausalLM, config, seed)
 
 
+def tiny_gpt_oss(vocab_size: int, *, tied: bool = True, seed: int = 0) -> GptOssForCausalLM:
+    """A gpt-oss of about 280 000 weights, as `tiny_qwen3`: attention sinks, biases, 4 experts in each layer, 2 a token.
+
+    The first layer has a sliding window of six tokens.
+    """
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=vocab_size,
+        intermediate_size=96,
+        tie_word_embeddings=tied,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        layer_types=["sliding_attention", *["full_attention"] * (SIZES["num_hidden_layers"] - 1)],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **{name: size for name, size in SIZES.items() if name != "use_sliding_window"},
+    )
+    return _seeded(GptOssForCausalLM, config, seed, noise=0.1)
+
+
 # torch is imported in functions: the launcher reads these names and must not wait for it
-TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
+TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe, "tiny-gpt-oss": tiny_gpt_oss}
 """Tiny decoders that `load_policy` builds by name."""
 
 VISION_SIZES: dict[str, Any] = {

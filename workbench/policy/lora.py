@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.errors import SpecError, listed
-from workbench.policy.tensor_plan import probe_hidden_states
+from workbench.policy.tensor_plan import of_prediction, probe_hidden_states
 from workbench.sharding.expert_parallel import expert_modules
 from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ADDED, ParameterShard, local_part
@@ -253,7 +253,7 @@ def _target_parameters(model: Any, spec: LoraSpec, shapes: Mapping[str, torch.Si
         f"{module}.{parameter}"
         for module, mixture in expert_modules(model).items()
         for parameter, value in mixture.named_parameters(recurse=False)
-        if value.dim() == 3
+        if value.dim() == 3 and not of_prediction(module)
     ]
     for target in spec.target_parameters:
         if not any(_ends_with_any(name, (target,)) for name in experts):
@@ -300,7 +300,8 @@ def _linear_layers(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (hasattr(module, "nf") and hasattr(module, "weight"))
+        if (isinstance(module, nn.Linear) or (hasattr(module, "nf") and hasattr(module, "weight")))
+        and not of_prediction(name)
     }
 
 
@@ -409,9 +410,9 @@ def _connect(module: Any, each: Adapted, spec: LoraSpec, *, by_rows: bool) -> _P
     return product
 
 
-def head_operands(head: Any, scale: float, hidden_TD: Tensor) -> Tensor:
-    """Rows [h, scale h A^T] of an adapted output head. Shapes: [T, D] -> [T, D + r]."""
-    a = head.lora_A.weight
+def head_operands(head: Any, scale: float, hidden_TD: Tensor, *, trained: bool = True) -> Tensor:
+    """Rows [h, scale h A^T] of an adapted output head. Shapes: [T, D] -> [T, D + r]. Backward: to A if ``trained``."""
+    a = head.lora_A.weight if trained else head.lora_A.weight.detach()
     return torch.cat([hidden_TD, functional.linear(hidden_TD, a.to(hidden_TD.dtype)) * scale], dim=-1)
 
 

@@ -285,8 +285,9 @@ class Policy:
                     fix="leave active_T and kept out, or compute without workbench.reproducible",
                 )
             return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, outputs=outputs)
+        trained = head is None or head["weight_VD"].requires_grad
         return token_logprobs(
-            self.head_input(hidden_TD),
+            self.head_input(hidden_TD, trained=trained),
             targets_T=targets_T,
             implementation=self.implementation,
             temperature=self.temperature if temperature_T is None else temperature_T,
@@ -296,15 +297,16 @@ class Policy:
             **(self.head_arguments() if head is None else head),
         )
 
-    def head_input(self, hidden_TD: Tensor) -> Tensor:
+    def head_input(self, hidden_TD: Tensor, *, trained: bool = True) -> Tensor:
         """Hidden states as `head_arguments` takes them: with columns for the adapter of the head, if it has one.
 
-        Shapes: [t, D] -> [t, D], or [t, D + r].
+        Shapes:   [t, D] -> [t, D], or [t, D + r].
+        Backward: to the adapter too, if ``trained``.
         """
         if self.lora is None or self.lora.head is None:
             return hidden_TD
         wide_TD = upcast(hidden_TD) if self.fp32_head else hidden_TD
-        return head_operands(self.model.get_output_embeddings(), self.lora.spec.scale, wide_TD)
+        return head_operands(self.model.get_output_embeddings(), self.lora.spec.scale, wide_TD, trained=trained)
 
     def head_arguments(self) -> dict[str, Any]:
         """Output head of this rank and its settings, as arguments of `logprobs.token_logprobs`.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SpecError
 from workbench.policy.precision import ROUTERS, SIGMOID_ROUTERS
-from workbench.policy.tensor_plan import PREDICTION
+from workbench.policy.tensor_plan import of_prediction
 
 NO_ROUTE = -1
 """Expert of a token whose route is not known: the router's own choice is taken."""
@@ -34,15 +34,16 @@ BIAS = "e_score_correction_bias"
 
 
 class Noted(NamedTuple):
-    """One router in one pass: logits [t, E], experts taken and of its own choice [t, k], tokens that count [t].
+    """One router in one pass: logits [t, E], experts taken and of its own choice [t, k], tokens that count [t], gates.
 
-    Of a pass without a gradient, the logits are [0, E].
+    Of a pass without a gradient, the logits are [0, E]. The gates [t, k] of the experts taken have no gradient here.
     """
 
     logits_tE: Tensor
     taken_tk: Tensor
     own_tk: Tensor
     counted_t: Tensor
+    gates_tk: Tensor
 
 
 class Routes:
@@ -121,7 +122,7 @@ def install_routers(model: Any, *, share: tuple[int, int] = (0, 1)) -> Routers:
         name: module
         for name, module in model.named_modules()
         # The layers of a prediction choose by themselves: recorded routes are those of the decoder's own mixtures.
-        if type(module).__name__.endswith("Router") and PREDICTION not in name.split(".")
+        if type(module).__name__.endswith("Router") and not of_prediction(name)
     }
     sizes = {(module.num_experts, module.top_k) for module in named.values() if _family(module)}
     if len(sizes) != 1:
@@ -176,7 +177,7 @@ class _Router:
             gates_tk = replayed_gates(self.module, logits_tE, taken_tk).to(gates_tk.dtype)
         counted_t = self.routers._own(routes.counted_t)
         kept_tE = logits_tE if torch.is_grad_enabled() else logits_tE[:0]  # only losses read them
-        routes.noted.setdefault(self.number, Noted(kept_tE, taken_tk, own_tk, counted_t))
+        routes.noted.setdefault(self.number, Noted(kept_tE, taken_tk, own_tk, counted_t, gates_tk.detach()))
         return logits_tE, gates_tk, taken_tk
 
 

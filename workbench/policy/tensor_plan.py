@@ -37,6 +37,12 @@ NAMES = {name: style for style, names in _STYLES.items() for name in names.split
 PREDICTION, PREDICTION_LAYER = "prediction", "mtp_block"
 """Attribute of a decoder that holds the layers of `policy.prediction`, and that of each for its decoder layer."""
 
+
+def of_prediction(name: str) -> bool:
+    """True if a module or parameter is of a layer that predicts further tokens."""
+    return PREDICTION in name.split(".")
+
+
 _COUNTS = ("num_heads", "num_key_value_heads", "split_size")
 """Sizes that a block may cache as attributes; if our plan shards the block, they are divided by tp."""
 

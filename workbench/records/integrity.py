@@ -6,11 +6,13 @@ certificate. Norms detect damage that moves a norm beyond rounding; fingerprints
 
 Norms that a trainer reports wrongly are not damage, and are for the diagnosis: every norm is then off by the same
 factor, or those of some parameters are (replicas that are counted, a division too many). A flipped bit moves one
-parameter by a factor of its own. A wrong norm therefore means damage only if no other parameter shares its ratio.
+parameter by a factor of its own. A wrong norm therefore means damage only if no other parameter shares its ratio, and
+it is not that of a slice of the gradient, which a norm has that misses the slices of other ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +44,9 @@ records of other origin may use `torch.linalg.vector_norm`.
 SAME_RATIO = 1e-3
 """Two wrong norms are off by the same factor if the logarithms of their factors agree to this share (and rounding): a
 wrong factor in a program is exact, and independent flips agree this well by chance in one of some thousand pairs."""
+
+MOST_PIECES = 8
+"""Ranks of tensor parallelism of one host."""
 
 RESTORE = "restore the file from a copy, or record the run again"
 
@@ -126,7 +131,8 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
 
     The tolerance is relative: `NORM_ULPS` units in the last place of the stored dtype, and one of the accumulating
     dtype (float64 for float64, float32 below) for each doubling of the elements, which is how pairwise sums round. NaN
-    equals NaN, and infinity infinity. Parameters that only one of the two has are ignored.
+    equals NaN, and infinity infinity. Parameters that only one of the two has are ignored. A norm that a mistake of the
+    trainer explains is no damage: one factor of several parameters, or the norm of one of equal pieces of the gradient.
 
     Raises:
         RecordError: a gradient with another norm.
@@ -142,7 +148,7 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
         if name in norms
     }
     off = {name: each for name, each in numbers.items() if not _near(*each)}
-    alone = [name for name in off if not _shared(name, off)]
+    alone = [name for name in off if not _shared(name, off) and not piece_of_norm(gradients[name], norms[name])]
     if alone:
         norm, recorded, tolerance = off[alone[0]]
         more = f", and {len(alone) - 1} more do not agree" if len(alone) > 1 else ""
@@ -167,6 +173,20 @@ def _tolerance(values: Tensor) -> float:
     dtype = values.dtype if values.is_floating_point() else torch.float32
     summed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return NORM_ULPS * torch.finfo(dtype).eps + math.log2(max(values.numel(), 2)) * summed
+
+
+def piece_of_norm(values: Tensor, recorded: float) -> tuple[int, int] | None:
+    """Dimension and number of equal pieces of a gradient, if a recorded norm is that of the first; None if it is not.
+
+    A norm that misses the slices of other ranks is that of a slice exactly; a damaged file or number is not. Of a
+    gated projection the first piece is that of both halves.
+    """
+    for dim, pieces, halves in itertools.product(range(values.dim()), range(2, MOST_PIECES + 1), (1, 2)):
+        if values.shape[dim] % (pieces * halves) == 0:
+            piece = values.unflatten(dim, (halves, pieces, -1)).select(dim + 1, 0)
+            if recorded and _near(_norm(piece), float(recorded), min(_tolerance(values), SAME_RATIO)):
+                return dim, pieces
+    return None
 
 
 def _near(norm: float, recorded: float, tolerance: float) -> bool:

@@ -195,9 +195,12 @@ _RATE = re.compile("dropout|drop_prob|drop_rate|pdrop")
 timm's ``drop_prob``."""
 _NO_EFFECT = re.compile(
     r"^_|dtype|token_id|^(use_cache|transformers_version|architectures|return_dict|output_|torchscript|id2label|"
-    r"label2id|initializer_|name_or_path|pretraining_tp|problem_type)"
+    r"label2id|initializer_|param_init|name_or_path|pretraining_tp|problem_type)"
 )
-"""Settings of a transformers config that change no number of a training step, or that say which version wrote it."""
+"""Settings of a config, of transformers or torchtitan, that change no number of a training step, or that say which
+version wrote it. Weights are recorded by what they are."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Part of the text of a function or an object that is another in each process."""
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
@@ -215,7 +218,9 @@ def _flat(given: Mapping[str, Any], begin: str = "") -> Iterator[tuple[str, Any]
             continue
         if isinstance(value, Mapping) and len(begin) < 100:
             yield from _flat(value, f"{begin}{name}.")
-        elif isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        elif isinstance(value, str):
+            yield f"{begin}{name}", _ADDRESS.sub("", value)
+        elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
             yield f"{begin}{name}", value
 
 

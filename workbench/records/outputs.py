@@ -50,6 +50,9 @@ ONE_SIDED = 0.98
 and an entropy bonus or a penalty of the size of a hundredth of the weight turns none."""
 LARGEST = 3
 """Elements of a gradient among which a target next to an entropy is looked for: of a likelihood it is the first."""
+UNBALANCED = 0.02
+"""Sum of a gradient over the sum of its absolute values, up to which it is that of normalized logits, for which it is
+0 but for rounding, in bfloat16 2^-9 at most. Hidden states have about 1 / sqrt(their number), losses of tokens 1."""
 _INTEGERS, _FLOATS = 5, 5
 _QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
@@ -81,7 +84,8 @@ class Outputs:
         reached: list[bool] = []
 
         def back(gradient: Tensor) -> None:
-            if reached or is_shard(gradient):  # a second backward through one call: neither is the whole
+            second = bool(reached)  # a second backward through one call: neither is the whole
+            if second or is_shard(gradient) or not _of_logits(gradient.reshape(-1, wide)[::every]):
                 self._calls[at] = None
                 return
             reached.append(True)
@@ -159,6 +163,21 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple | list):
         for value in output:
             yield from _tensors(value) if isinstance(value, Tensor) else ()
+
+
+@torch.no_grad()
+def _of_logits(gradient: Tensor) -> bool:
+    """True if the gradients of most predictions, [predictions, V], may be those of logits.
+
+    They sum to 0 if a loss normalizes the logits; with a squared normaliser next to it, one element is against all
+    others. Hidden states and losses of tokens have neither.
+    """
+    gradient = gradient[gradient.ne(0).any(1)].float()
+    size, total = gradient.abs().sum(1), gradient.sum(1)
+    of_target = gradient.gather(1, gradient.abs().argmax(1, keepdim=True))[:, 0]
+    against = -of_target.sign() * (total - of_target)
+    fits = (total.abs() <= UNBALANCED * size) | (against > ONE_SIDED * (size - of_target.abs()))
+    return not len(fits) or 2 * int(fits.sum()) > len(fits)
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ class Recorder:
         given = () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = tuple(map(_inner, given))
         self._scaler, self._scale, self._skipped = scaler, None if scaler is None else scaler.get_scale(), 0
-        refuse_unsupported(model, self._parameters)
+        refuse_unsupported(model, self._parameters, self._given)
         world = world_axis()
         self._ranks = world if ranks is None else axis_of(ranks, "ranks")
         self._job = world if world.size > 1 else self._ranks
@@ -157,6 +157,10 @@ class Recorder:
         """
         self._forget_skipped()
         self._notes.add(loss, counts, metrics, tokens)
+
+    def multiply_losses(self, factor: float) -> None:
+        """Multiply the losses that were seen in this step, as an engine multiplied their gradients after backward."""
+        self._seen_losses[:] = [value * factor for value in self._seen_losses]
 
     def take_gradients(self, *, max_norm: float | None = None) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.

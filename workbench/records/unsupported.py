@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from workbench.errors import RecordError, SpecError
+from workbench.sharding.given_parameters import GivenParameters
 
 
-def refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter], given: GivenParameters) -> None:
     """Refuse a model whose gradients cannot be identified, or that trains nothing, with a SpecError."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise SpecError(
@@ -18,14 +19,14 @@ def refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter])
             rule="a gradient is whole, or a DTensor with its placements",
             fix="use FSDP2 (torch.distributed.fsdp.fully_shard)",
         )
-    if any(
+    if not given.reads_buffer_shards and any(
         getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False) for module in model.modules()
     ):
         raise SpecError(
             "record a model under Megatron's DDP with use_distributed_optimizer",
             found="main_grad is reduced in this rank's shard of the buffer alone",
             rule="a gradient is whole on every rank, or a DTensor with its placements",
-            fix="set use_distributed_optimizer=False while you record",
+            fix="record it by workbench.attach.megatron.record, or set use_distributed_optimizer=False",
         )
     if not parameters:
         raise SpecError(

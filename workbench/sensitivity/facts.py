@@ -18,7 +18,7 @@ from torch import Tensor
 
 from workbench.records.directory import RunDirectory
 from workbench.reduction.weights import compute_advantages
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.sharding.divisibility import multiples
 from workbench.specs.run import RunSpec
@@ -45,6 +45,7 @@ class RowFacts:
         torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
         later_documents: trained documents behind another one.
         varied_shards: cp ranks whose trained tokens have different advantages.
+        padding: tokens of no document.
     """
 
     documents: int
@@ -57,6 +58,7 @@ class RowFacts:
     varied_shards: int
     reached: frozenset[int]
     spread_documents: int
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class Facts:
         vocabulary: number of tokens.
         key_heads: key-value heads of the decoder, and ``experts`` of each of its layers; 0 without a mixture.
         temperature: at which the policy's log-probabilities are computed.
+        sinks: True if its attention has sinks.
     """
 
     spec: RunSpec
@@ -159,6 +162,7 @@ class Facts:
     key_heads: int
     experts: int
     temperature: float
+    sinks: bool = False
 
     @property
     def resolution(self) -> float:
@@ -298,12 +302,15 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     split = sum(len(ranks) > 1 for ranks in reached)
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
     torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
+    padding = int((row.document_ids_T == PADDING).sum())
     shards = [targets.advantages_T[targets.loss_mask_T & (owner_T == rank)] for rank in range(cp)]
     varied = sum(bool(len(shard)) and float(shard.max() - shard.min()) > SAME for shard in shards)
     later = sum(number > 0 for number in trained)
     spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
     ranks = frozenset[int]().union(*reached)
-    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread)
+    return RowFacts(
+        row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread, padding
+    )
 
 
 def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:

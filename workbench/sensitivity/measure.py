@@ -214,13 +214,15 @@ def run_clean(trials: Trials, names: Sequence[str], seams: Sequence[str]) -> Mea
 def facts_of(plan: Plan, clean: Clean, batch: RolloutBatch, project: Path) -> Facts:
     """Return the facts of a configuration: of its data, its settings, and its clean run."""
     spec = plan.spec
-    config = load_decoder(spec.model.source, project=project, seed=spec.model.seed).config
+    decoder = load_decoder(spec.model.source, project=project, seed=spec.model.seed)
+    config = decoder.config
     return Facts(
         spec,
         step_facts(batch, spec),
         observed(clean.run),
         int(config.vocab_size),
         int(config.num_key_value_heads),
-        int(getattr(config, "num_experts", 0) or 0),
+        int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0),
         spec.policy.temperature or batch.temperature,
+        any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
     )

@@ -36,6 +36,8 @@ class GivenParameters:
 
     optimizer_has_copies = False
     """True if the optimizer's groups hold other tensors than the model's parameters."""
+    reads_buffer_shards = False
+    """True if gradients are read whose buffers are reduced in a rank's own shard alone."""
 
     def weights(self, parameter: nn.Parameter) -> Any:
         """The parameter, or this rank's shard of it (`Part`, or a DTensor). Not collective."""
@@ -119,7 +121,7 @@ class TensorShards(GivenParameters):
     @torch.no_grad()
     def norms(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
         """L2 norm of every parameter's global gradient. One collective for all shards, and one a partial sum."""
-        squares = sums_of_squares([self._completed(value) for value in parameters.values()])
+        squares = self._squares(parameters)
         cut = torch.tensor([self._shard(value).dim is not None for value in parameters.values()], device=squares.device)
         total = torch.where(cut, all_sum(squares.masked_fill(~cut, 0.0), self._tp), squares)
         return dict(zip(parameters, total.sqrt().tolist(), strict=True))
@@ -128,6 +130,10 @@ class TensorShards(GivenParameters):
     def whole_gradient(self, parameter: nn.Parameter) -> Tensor:
         """The shards of a gradient in order, as the plan states; a partial sum is completed."""
         return full_gradient(self._completed(parameter), self._shard(parameter), self._tp)
+
+    def _squares(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        """Sums of squares of this rank's gradients, in float64."""
+        return sums_of_squares([self._completed(value) for value in parameters.values()])
 
     def _shard(self, parameter: nn.Parameter) -> ParameterShard:
         return self._shards.get(self._names.get(id(parameter), ""), ParameterShard())

@@ -88,8 +88,19 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
 
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
-    names = [name for name, _ in _trained(model)]
-    squares = sums_of_squares([_local(_gradient(value), shards[name]) for name, value in _trained(model)])
+    return _norms({name: _gradient(value) for name, value in _trained(model)}, shards, mesh)
+
+
+@torch.no_grad()
+def weight_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
+    """L2 norm of every parameter, frozen ones too; collective and counted as in `gradient_norms`."""
+    return _norms(dict(model.named_parameters()), shards, mesh)
+
+
+def _norms(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
+    """Norms of one tensor of each parameter; see `gradient_norms`."""
+    names = list(values)
+    squares = sums_of_squares([_local(value, shards[name]) for name, value in values.items()])
     if mesh["tp"].rank:  # what every tp rank has counts once
         replicated = torch.tensor([shards[name].dim is None for name in names])
         squares = squares.masked_fill(replicated.to(squares.device), 0.0)

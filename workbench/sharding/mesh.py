@@ -331,8 +331,8 @@ def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
             "axes of a device mesh",
             found=f"dimensions {', '.join(names) or 'without names'}",
             rule='its dimensions are "cp" and "dp" (or "dp_..."); tp ranks hold the same tokens '
-            "and do not count, and a dimension of both dp and cp does not tell which ranks "
-            "share rows",
+            "and pp ranks other layers, and do not count; a dimension of both dp and cp does not tell which "
+            "ranks share rows",
             fix='slice the mesh (mesh["dp", "cp"]), or pass cp= and dp= separately',
         )
     dp = tuple(axis_of(mesh[name], name) for name in names if name != "cp")

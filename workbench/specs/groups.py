@@ -182,7 +182,8 @@ class ModelSpec(Group):
     """The decoder and its source."""
 
     source: str = "data/arithmetic/policy"
-    """A checkpoint folder (relative to the project root, or absolute), a hub id, `tiny-qwen3` or `tiny-qwen3-moe`."""
+    """A checkpoint folder (relative to the project root, or absolute), a hub id, `tiny-qwen3`, `tiny-qwen3-moe`
+    or `tiny-gpt-oss`."""
     tied: bool | None = None
     """Tie the output head to the embedding; None keeps the setting of the source. Only tiny models can change it."""
     seed: int = 0

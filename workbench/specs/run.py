@@ -288,22 +288,15 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
 
 def _not_predicted(spec: RunSpec) -> Iterator[str]:
     """Yield settings that layers for multi-token prediction do not support, each with its fix."""
-    if spec.online.on:
-        yield (
-            "prediction.depths with online.task: the sampler is a stock decoder, which lacks these layers; leave one "
-            "of them out, or take rollouts from data.path"
-        )
     if spec.reproducible.on:
         yield (
             "prediction.depths with the reproducible mode, which computes the decoder's own layers alone; leave one of "
             "them out"
         )
-    if spec.lora.on:
-        yield ("prediction.depths with lora, which trains adapters of the decoder alone; leave one of them out")
-    if spec.layout.shard_parameters:
+    if spec.lora.on and spec.prediction.detach == "policy" and "prediction" not in spec.lora.modules_to_save:
         yield (
-            "prediction.depths with layout.shard_parameters, which gathers the weights of each layer on the way "
-            "through the decoder, and these layers come after it; leave one of them out"
+            "prediction.detach 'policy' with lora, which freezes the layers that this leaves to train; train them "
+            "whole (lora.modules_to_save: [prediction]), or detach nothing"
         )
     if spec.record.trace_tokens:
         yield (

@@ -22,10 +22,12 @@ from torch import Tensor
 from workbench import atomic as whole_files
 from workbench.errors import RecordError
 from workbench.policy.adapters import read_values, write_adapter
-from workbench.policy.decoder import load_decoder
+from workbench.policy.decoder import TINY, load_decoder
 from workbench.policy.lora import Lora, find_adapted, merged_weights, saved_whole, untie
 from workbench.policy.model import DTYPES, Policy, load_policy
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.prediction import add_prediction
+from workbench.policy.tensor_plan import PREDICTION
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 from workbench.records.requeued import REQUEUED
@@ -254,7 +256,13 @@ def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = Non
 
 
 def _merged(run: RunDirectory, folder: Path, model: Any) -> Mapping[str, Tensor]:
-    """Weights of a model with the adapter of a checkpoint merged; a tied head that has one is untied."""
+    """Weights of a model with the adapter of a checkpoint merged; a tied head that has one is untied.
+
+    Layers that predict further tokens, which an adapter may hold whole, are none of the stock decoder's.
+    """
+    model_spec, depths = run.spec.model, run.spec.prediction.depths
+    if depths:
+        add_prediction(model, depths, seed=model_spec.seed, from_checkpoint=model_spec.source not in TINY)
     base = {name: value.detach() for name, value in model.named_parameters()}
     settings = read_settings(folder, run.spec.lora)
     adapted = find_adapted(model, settings, {name: value.shape for name, value in base.items()})
@@ -262,6 +270,8 @@ def _merged(run: RunDirectory, folder: Path, model: Any) -> Mapping[str, Tensor]
     if lora.head is not None and lora.head.base != lora.head.weight:
         untie(model)
     values = read_values(folder, adapted, saved_whole(model, settings), requested=f"read {folder.name}")
+    if depths:
+        delattr(model.base_model, PREDICTION)
     return merged_weights(lora, base | values)
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from workbench.metrics.values import Sum, Value
 from workbench.policy.model import Policy
 from workbench.reduction.evaluate import weighted_sum
 from workbench.reduction.partial import Scalar
@@ -39,8 +41,22 @@ def with_predictions(rows: Sequence[TrainingRow], spec: PredictionSpec) -> list[
     ]
 
 
-def prediction_terms(policy: Policy, hidden_TD: Tensor, local: LocalRow, spec: PredictionSpec) -> dict[str, Scalar]:
-    """Return the loss of each depth on this rank's tokens, coefficient included, under ``prediction_k``.
+class Predicted(NamedTuple):
+    """The depths of a row: the loss of each, under ``prediction_k``, and for a record its values and their number.
+
+    Attributes:
+        terms: coefficient included.
+        tokens: [t] log-probability of the token k + 1 ahead, 0 where it has no weight; without a gradient.
+        counts: tokens with a weight, a metric.
+    """
+
+    terms: dict[str, Scalar]
+    tokens: dict[str, Tensor]
+    counts: dict[str, Value]
+
+
+def prediction_terms(policy: Policy, hidden_TD: Tensor, local: LocalRow, spec: PredictionSpec) -> Predicted:
+    """Return the loss of each depth on this rank's tokens.
 
     Layout:   partial over dp and cp. Collective over cp, tp and ep.
     Backward: to the depths' layers and, unless ``spec.detach`` stops it, to hidden states, embedding and head.
@@ -50,28 +66,34 @@ def prediction_terms(policy: Policy, hidden_TD: Tensor, local: LocalRow, spec: P
     head = policy.head_arguments()
     if spec.detach == "policy":
         head = {name: value.detach() if isinstance(value, Tensor) else value for name, value in head.items()}
-    terms = {}
+    terms, tokens, counts = {}, {}, {}
     depths = policy.predicted_hidden_states(
         hidden_TD, tokens_TK[:, :-1], row.positions_T, local.attention, detach=spec.detach
     )
     for number, depth_TD in enumerate(depths, 1):
-        terms[f"prediction_{number}"] = depth_loss(
+        name = f"prediction_{number}"
+        terms[name], tokens[f"{name}_logprobs"] = depth_loss(
             policy, depth_TD, tokens_TK[:, number], weights_TK[:, number - 1], head
         )
-    return terms
+        active_T = weights_TK[:, number - 1] != 0
+        counts[f"prediction/tokens_{number}/sum"] = Sum().over(active_T.double(), active_T)
+    return Predicted(terms, tokens, counts)
 
 
-def depth_loss(policy: Policy, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor, head: Mapping) -> Scalar:
-    """Weighted sum of the negative log-likelihood, at temperature 1, of one depth's targets.
+def depth_loss(
+    policy: Policy, hidden_TD: Tensor, targets_T: Tensor, weights_T: Tensor, head: Mapping
+) -> tuple[Scalar, Tensor]:
+    """Weighted sum of the negative log-likelihood, at temperature 1, of one depth's targets; and their values.
 
-    Shapes:   [t, D], [t], [t] -> scalar, partial over dp and cp.
+    Shapes:   [t, D], [t], [t] -> scalar, partial over dp and cp, and [t] without a gradient.
     """
     active_T = weights_T != 0
     temperature_T = torch.ones_like(weights_T)
     output = policy.token_logprobs(
         hidden_TD, targets_T.clamp_min(0), temperature_T, active_T=active_T, outputs=(), head=head
     )
-    return weighted_sum(-output.logprobs_T, TokenWeights(weights_T, weights_T), active_T)
+    values_T = torch.where(active_T, output.logprobs_T.detach(), 0.0)
+    return weighted_sum(-output.logprobs_T, TokenWeights(weights_T, weights_T), active_T), values_T
 
 
 def with_prediction_terms(scalars: Mapping[str, Scalar], terms: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -132,6 +132,7 @@ class StepRoutes:
         counts_LE: [L, E] routes that the rows of this rank took.
         differing: routes of this rank's tokens that the routers would have chosen otherwise.
         checksum: of the routes of this rank's tokens, see `checksum`.
+        ungated: routes of this rank's tokens whose gate is 0, so that the expert is lost with its gradient.
         values: this rank's part of each loss, coefficient included.
         taken: of each row, by number, the experts of its tokens in each mixture of this rank.
     """
@@ -144,6 +145,7 @@ class StepRoutes:
     counts_LE: Tensor = field(init=False)
     differing: Tensor = field(init=False)
     checksum: Tensor = field(init=False)
+    ungated: Tensor = field(init=False)
     values: dict[str, Tensor] = field(default_factory=dict)
     taken: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -152,7 +154,7 @@ class StepRoutes:
         self.counts_LE = torch.zeros(
             len(routers.names), routers.experts, dtype=torch.float64, device=self.policy.mesh.device
         )
-        self.differing, self.checksum = self.counts_LE.new_zeros(()), self.counts_LE.new_zeros(())
+        self.differing, self.checksum, self.ungated = self.counts_LE.new_zeros(3).unbind()
         given, spec = self.totals.routing, self.spec
         known = (len(routers.names), routers.chosen)
         if spec.replays and (
@@ -239,7 +241,7 @@ class StepRoutes:
         """
         routers, spec, tokens = self.routers, self.spec, max(self.totals.routing["tokens"], 1)
         parts: dict[str, list[Tensor]] = defaultdict(list)
-        for mixture, (logits_tE, taken_tk, own_tk, counted_t) in routes.noted.items():
+        for mixture, (logits_tE, taken_tk, own_tk, counted_t, gates_tk) in routes.noted.items():
             if self.share_LE is not None:
                 sums_E = routers.probabilities(mixture, logits_tE[counted_t]).sum(dim=0)
                 share_E = self.share_LE[mixture].to(sums_E.dtype)
@@ -248,6 +250,7 @@ class StepRoutes:
                 parts[Z].append(spec.z / tokens * torch.logsumexp(_wide(logits_tE[counted_t]), dim=-1).square().sum())
             with torch.no_grad():
                 self.counts_LE[mixture] += _count(taken_tk[counted_t], routers.experts)
+                self.ungated += (gates_tk[counted_t] == 0).sum()
                 if spec.replays:
                     differ_t = (taken_tk.sort(dim=1).values != own_tk.sort(dim=1).values).any(dim=1)
                     self.differing += (differ_t & counted_t).sum()
@@ -296,11 +299,15 @@ class StepRoutes:
     def metrics(self, loads_LE: Tensor) -> dict[str, float]:
         """Metrics of the routers. Collective; the same on every rank."""
         mean_L = loads_LE.mean(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-        numbers = {"router/load/max": float((loads_LE.amax(dim=1) / mean_L).max())}
+        routes = max(float(loads_LE.sum()), 1.0)
+        ungated, differing, total = self._complete(torch.stack([self.ungated, self.differing, self.checksum])).tolist()
+        numbers = {
+            "router/load/max": float((loads_LE.amax(dim=1) / mean_L).max()),
+            "router/zero_gates/share": ungated / routes,
+        }
         if self.spec.replays:
-            differing = float(self._complete(self.differing))
-            numbers["router/disagreement/share"] = differing * self.routers.chosen / max(float(loads_LE.sum()), 1.0)
-            numbers["router/replayed/checksum"] = float(self._complete(self.checksum)) % _CHECKSUMS
+            numbers["router/disagreement/share"] = differing * self.routers.chosen / routes
+            numbers["router/replayed/checksum"] = total % _CHECKSUMS
         return numbers
 
     def in_source_order(self, num_source: int) -> Tensor | None:

@@ -52,7 +52,7 @@ from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
 from workbench.train.own import evaluate_trainer_loss, step_totals
 from workbench.train.pipeline import run_stages, run_stages_forward
-from workbench.train.prediction import prediction_terms, with_prediction_terms, with_predictions
+from workbench.train.prediction import Predicted, prediction_terms, with_prediction_terms, with_predictions
 from workbench.train.routes import StepRoutes, check_routes, routing_totals, with_input_source
 from workbench.train.rows import (
     LocalRow,
@@ -234,8 +234,10 @@ def run_step(
         """Evaluate the loss of a row; return it, and a function that measures the row after its backward."""
         step_loss.gradient_tokens = None
         local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
+        further = Predicted({}, {}, {})
         if prediction is not None and prediction.on:
-            scalars = with_prediction_terms(scalars, prediction_terms(policy, hidden_TD, local, prediction))
+            further = prediction_terms(policy, hidden_TD, local, prediction)
+            scalars = with_prediction_terms(scalars, further.terms)
         reached = step_loss.gradient_tokens
         # here and not after backward, which may shard the head again
         inputs = local.with_support_measures(inputs, policy, hidden_TD, level)
@@ -246,8 +248,9 @@ def run_step(
             metrics.append(
                 policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
                 | count_evidence(inputs, terms, local.row, local.documents, reached)
+                | further.counts
             )
-            per_token.append(recorded_values(loss, inputs, terms, local.row) if num_source else {})
+            per_token.append(recorded_values(loss, inputs, terms, local.row) | further.tokens if num_source else {})
             fallbacks.append(fallback)
 
         return totals.scale * policy.loss_scale * scalars["total"].value, measure

@@ -20,6 +20,7 @@ from workbench.errors import RecordError, SpecError
 from workbench.policy.lora import merged_weights, sampler_weights
 from workbench.policy.model import DTYPES, Policy
 from workbench.policy.sampling import Sampler, Update
+from workbench.policy.tensor_plan import of_prediction
 from workbench.records.weight_hashes import EXACT, ROUNDED, HashLedger, by_layer, hash_weights
 from workbench.sharding.gradients import copy_local_part, full_weights
 from workbench.specs.run import RunSpec
@@ -127,8 +128,11 @@ class WeightSync:
         return self._current | self._kept[version]
 
     def _as_sampled(self, whole: Mapping[str, Tensor], how: str | None = None) -> dict[str, Tensor]:
-        """Weights by the names of the sampler, adapters merged or not; ``how`` replaces the way in which they merge."""
-        lora = self.policy.lora
+        """Weights by the names of the sampler, adapters merged or not; ``how`` replaces the way in which they merge.
+
+        The sampler is a stock decoder, without the layers that predict further tokens.
+        """
+        lora, whole = self.policy.lora, {name: value for name, value in whole.items() if not of_prediction(name)}
         if lora is None:
             return dict(whole)
         if how is not None and lora.spec.sampler != "unmerged":

@@ -38,6 +38,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding import flight
 from workbench.sharding.divisibility import check_documents_per_step
+from workbench.sharding.gradients import weight_norms
 from workbench.sharding.mesh import Mesh, job_store, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
@@ -175,6 +176,9 @@ def _take_steps(
     first = continue_run(run, policy, optimizer, scale, None if sync is None else sync.restore)
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer, scale, {} if sync is None else sync.state())
+    # The reproducible mode has fingerprints of weights instead, whose bits do not depend on the layout as sums do.
+    noted = first == 0 and spec.record.gradients != "none" and not spec.reproducible.on
+    weights = weight_norms(policy.model, policy.shards, mesh) if noted else {}
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         if preemption is not None:
             preemption.begin_step(number)
@@ -215,7 +219,10 @@ def _take_steps(
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
             if data.sync:
                 run.write_json(f"{SYNC}/{_name(number)}.json", data.sync)
-            numbers = dict(data.numbers) | ({CONTINUES: continued_from(run)} if number == first > 0 else {})
+            numbers: dict[str, Any] = dict(data.numbers) | (
+                {CONTINUES: continued_from(run)} if number == first > 0 else {}
+            )
+            numbers |= {"weight_norms": weights} if weights and number == 0 else {}
             if scale.interval is not None:
                 numbers |= {"precision/loss_scale": policy.loss_scale, "precision/skipped": float(not accepted)}
             _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)

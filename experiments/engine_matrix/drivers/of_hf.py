@@ -205,19 +205,22 @@ def grpo(case, model, folder):
 BUILD = {"trainer": hf, "sft": sft, "dpo": dpo, "grpo": grpo}
 
 
+def optimizer_of(case, parameters):
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=case.learning_rate)
+    return torch.optim.AdamW(parameters, lr=case.learning_rate, weight_decay=0.0, eps=EPSILON)
+
+
 def accelerate_loop(case, model):
-    """The loop of Accelerate's guide to accumulation with batches of several sizes."""
+    """The loop of Accelerate's guide to accumulation with batches of several sizes; return its model and norms."""
     import accelerate
 
     from workbench.engines.driver import plain_norm
 
     if case.packed:
         raise Refused("packing is the caller's")
-    if case.resume_after:
-        raise Refused("not written for this loop")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=case.accumulation)
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
-    net, optimizer = accelerator.prepare(model, optimizer)
+    net, optimizer = accelerator.prepare(model, optimizer_of(case, model.parameters()))
     norms = []
     for step in range(case.steps):
         tokens = sum(len(each.completion) for each in case.step(step))
@@ -234,7 +237,15 @@ def accelerate_loop(case, model):
         norms.append(float(size) if size is not None else plain_norm(net.parameters()))
         optimizer.step()
         optimizer.zero_grad()
-    return (), tuple(norms)
+        if case.resume_after == step + 1:
+            shared = [tempfile.mkdtemp()]
+            torch.distributed.broadcast_object_list(shared)
+            accelerator.save_state(shared[0])
+            accelerator.free_memory()
+            model = model_of()
+            net, optimizer = accelerator.prepare(model, optimizer_of(case, model.parameters()))
+            accelerator.load_state(shared[0])
+    return model, tuple(norms)
 
 
 def run(case):
@@ -243,8 +254,8 @@ def run(case):
     model.config.use_cache = False
     before = snapshot(model.named_parameters())
     if OPTIONS["kind"] == "accelerate":
-        losses, norms = accelerate_loop(case, model)
-        return EngineStep(before, snapshot(model.named_parameters()), losses, norms, learning_rate=case.learning_rate)
+        model, norms = accelerate_loop(case, model)
+        return EngineStep(before, snapshot(model.named_parameters()), (), norms, learning_rate=case.learning_rate)
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         if torch.distributed.is_initialized():

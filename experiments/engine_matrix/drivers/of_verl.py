@@ -1,64 +1,32 @@
 """verl's engine worker, which updates the actor: ``of_verl.py FOLDER aggregation=MODE [form=nested|padded]``.
 
-verl has no platform for CPUs; its plugin interface (`PlatformRegistry`) takes the one below. Advantages are the rewards
-of documents, the old log-probabilities the policy's own, so that the ratio is 1.
+It runs on the platform of `verl_on_cpu`. Advantages are the rewards of documents, old log-probabilities those of the
+driver's own initial weights: the ratio is 1 in a first step from these, and the loss depends on the weights.
 """
 
+import copy
 import os
 import tempfile
-import types
 from functools import partial
 
 import torch
+import verl_on_cpu  # noqa: F401  before verl's workers
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from verl.plugin.platform.platform_cuda import PlatformCUDA
-from verl.plugin.platform.platform_manager import PlatformRegistry
-
-from workbench.engines.case import END, PAD, VOCABULARY, EngineStep
-from workbench.engines.driver import Refused, load_weights, options, serve, snapshot
-
-
-@PlatformRegistry.register(platform="cpu")
-class Cpu(PlatformCUDA):
-    """The CPU with gloo: what verl asks of a platform while it trains."""
-
-    device_name, vendor_name = "cpu", "cpu"
-    device_module = types.SimpleNamespace(
-        **vars(torch.cpu),
-        **dict.fromkeys((f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")), int),
-        mem_get_info=lambda: (0, 0),
-        get_device_name=lambda: "CPU",
-    )
-
-    def is_available(self):
-        return True
-
-    def is_platform_available(self, use_smi_check=False):
-        return True
-
-    def current_device(self):
-        return torch.device("cpu")
-
-    def communication_backend_name(self):
-        return "gloo"
-
-
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}  # the engine of CUDA, which names no device itself
-for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
-    os.environ.setdefault(name, str(value))
-
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from workbench.engines.case import END, EPSILON, PAD, VOCABULARY, EngineStep
+from workbench.engines.driver import Refused, load_weights, options, serve, snapshot
 
 torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 RANK, RANKS = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -66,7 +34,7 @@ OPTIONS = options()
 
 
 def saved_model(case):
-    """Path of a model with the case's initial weights, and those weights."""
+    """Path of a model with the case's initial weights, that model, and one with the driver's own."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": None}
@@ -78,19 +46,20 @@ def saved_model(case):
         **ids,
         **sizes,
     )
-    model = Qwen2ForCausalLM(config)
+    own = Qwen2ForCausalLM(config)
+    model = copy.deepcopy(own)
     load_weights(model, case)
     shared = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(shared)
     if RANK == 0:
         model.save_pretrained(shared[0])
     torch.distributed.barrier()
-    return shared[0], model
+    return shared[0], model, own
 
 
-def batch_of(model, case):
-    """The step's documents as verl pads them: prompts on the left, responses on the right."""
-    texts = case.step(0)
+def batch_of(model, case, step):
+    """A step's documents as verl pads them: prompts on the left, responses on the right."""
+    texts = case.step(step)
     before = max(len(each.prompt) for each in texts) + case.padding
     after = max(len(each.completion) for each in texts) + case.padding
     ids = torch.full((len(texts), before + after), PAD)
@@ -149,10 +118,10 @@ def worker_of(case, path):
         optimizer_config=FSDPOptimizerConfig(
             lr=case.learning_rate,
             clip_grad=case.clip if case.clip is not None else 1e9,
-            optimizer="SGD",
+            optimizer="SGD" if case.optimizer == "sgd" else "AdamW",
             optimizer_impl="torch.optim",
             weight_decay=0.0,
-            override_optimizer_config={"momentum": 0.0},
+            override_optimizer_config={"momentum": 0.0} if case.optimizer == "sgd" else {"eps": EPSILON},
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -161,6 +130,7 @@ def worker_of(case, path):
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode=OPTIONS.get("aggregation", "token-mean"),
+        **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"), 100.0),
     )
     worker = TrainingWorker(config)
     worker.reset()
@@ -168,28 +138,45 @@ def worker_of(case, path):
     return worker
 
 
-def run(case):
-    if case.packed:
-        raise Refused("use_remove_padding needs flash-attn, which needs a GPU")
-    if case.only_loss:
-        raise Refused("the ratio is 1: the loss's value does not depend on the weights")
-    if case.steps > 1 or case.resume_after:
-        raise Refused("the driver takes one step")
-    path, model = saved_model(case)
-    before = snapshot(model.named_parameters())
-    batch, width = batch_of(model, case)
-    worker = worker_of(case, path)
-    rows = list(range(RANK, len(case.documents), RANKS))
+def fields_of(model, case, step):
+    """This rank's documents of a step, in verl's form of a batch."""
+    batch, width = batch_of(model, case, step)
+    rows = list(range(RANK, len(case.step(step)), RANKS))
     data = {name: values[rows] for name, values in batch.items()}
     fields = (
         nested(data, width) if OPTIONS.get("form") == "nested" else left_right_2_no_padding(tu.get_tensordict(data))
     )
-    count = len(case.documents)
+    count = len(case.step(step))
     named = {"temperature": 1.0, "global_batch_size": count, "mini_batch_size": count, "compute_loss": True}
     tu.assign_non_tensor(fields, **named)
-    output = worker.train_mini_batch(fields)
-    metrics = tu.get(output, "metrics") if output is not None and RANK == 0 else {}
-    losses, norms = (tuple(map(float, metrics.get(name, ())))[:1] for name in ("loss", "grad_norm"))
+    return fields
+
+
+def resumed(case, worker, path):
+    """A new worker, from what verl's checkpoint manager saved of this one."""
+    shared = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(shared)
+    worker.save_checkpoint(shared[0], global_step=case.resume_after)
+    worker = worker_of(case, path)
+    worker.load_checkpoint(shared[0])
+    return worker
+
+
+def run(case):
+    if case.packed:
+        raise Refused("use_remove_padding needs flash-attn, which needs a GPU")
+    path, model, own = saved_model(case)
+    before, logged = snapshot(model.named_parameters()), []
+    worker = worker_of(case, path)
+    for step in range(case.steps):
+        output = worker.train_mini_batch(fields_of(own, case, step))
+        logged.append(tu.get(output, "metrics") if output is not None and RANK == 0 else {})
+        if case.resume_after == step + 1:
+            worker = resumed(case, worker, path)
+    losses, norms = (
+        tuple(float(value) for metrics in logged for value in list(metrics.get(name, ()))[:1])
+        for name in ("loss", "grad_norm")
+    )
     state = worker.engine.module.state_dict()
     after = snapshot((name, state[name]) for name in before)
     return EngineStep(before, after, losses, norms, learning_rate=case.learning_rate)

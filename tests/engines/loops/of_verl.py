@@ -1,13 +1,12 @@
 """verl's engine worker, which updates the actor, on a tiny model: ``of_verl.py update FOLDER [CHANGE=VALUE ...]``.
 
 Prints a hash of the final weights. ``plain=1``: without a recorder; ``by_hand=1``: gradients by autograd alone, too.
-verl has no platform for CPUs; its plugin interface (`PlatformRegistry`) takes the one below.
+It runs on the platform of `verl_on_cpu`.
 """
 
 import hashlib
 import os
 import sys
-import types
 from functools import partial
 
 import torch
@@ -15,57 +14,28 @@ import transformers
 import verl
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from verl.plugin.platform.platform_cuda import PlatformCUDA
-from verl.plugin.platform.platform_manager import PlatformRegistry
 
-assert (verl.__version__, transformers.__version__) == ("0.9.1", "5.9.0")
-FOLDER = sys.argv[2]
-CHANGES = dict(pair.split("=") for pair in sys.argv[3:])
+from experiments.engine_matrix.drivers import verl_on_cpu  # noqa: F401  before verl's workers
 
-
-@PlatformRegistry.register(platform="cpu")
-class Cpu(PlatformCUDA):
-    """The CPU with gloo: what verl asks of a platform while it trains."""
-
-    device_name, vendor_name = "cpu", "cpu"
-    device_module = types.SimpleNamespace(
-        **vars(torch.cpu),
-        **dict.fromkeys((f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")), int),
-        mem_get_info=lambda: (0, 0),
-        get_device_name=lambda: "CPU",
-    )
-
-    def is_available(self):
-        return True
-
-    def is_platform_available(self, use_smi_check=False):
-        return True
-
-    def current_device(self):
-        return torch.device("cpu")
-
-    def communication_backend_name(self):
-        return "gloo"
-
-
-os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}  # the engine of CUDA, which names no device itself
-for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
-    os.environ.setdefault(name, str(value))
-
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+# isort: split
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
 
-from workbench.attach.verl import record  # noqa: E402
+from workbench.attach.verl import record
+
+assert (verl.__version__, transformers.__version__) == ("0.9.1", "5.9.0")
+FOLDER = sys.argv[2]
+CHANGES = dict(pair.split("=") for pair in sys.argv[3:])
 
 torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 RANK, RANKS = torch.distributed.get_rank(), torch.distributed.get_world_size()

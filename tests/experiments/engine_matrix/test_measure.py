@@ -19,6 +19,37 @@ def test_a_row_has_a_driver_and_an_environment(title):
     assert not entry.environment or (ROOT / "engines" / f"{entry.environment}.txt").is_file()
 
 
+def test_every_system_with_a_trainer_has_a_row():
+    others = {"llama_cpp", "drift"}  # a sampler, and losses alone
+    systems = {file.stem for file in (ROOT / "engines").glob("*.txt")} - others
+    assert {entry.environment for entry in ENTRIES.values()} == {"", *systems}
+
+
+def test_a_record_is_saved_after_each_engine_with_its_commit(monkeypatch):
+    monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine())
+    monkeypatch.setattr(measuring, "versions", lambda entry: "toy 1")
+    saved = []
+    measure(["FSDP2", "DDP"], save=lambda record: saved.append(list(record["engines"])))
+    assert saved == [["FSDP2"], ["DDP", "FSDP2"]]
+    monkeypatch.setattr(measuring, "provenance", lambda root: {"git": {"commit": "abc"}})
+    assert measure(["DDP"])["engines"]["DDP"]["commit"] == "abc"
+
+
+def test_an_engine_that_cannot_be_measured_loses_no_other(monkeypatch):
+    monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine())
+
+    def versions(entry):
+        if entry.environment == "lightning":
+            raise OSError("no environment")
+        return "toy 1"
+
+    monkeypatch.setattr(measuring, "versions", versions)
+    saved = []
+    with pytest.raises(OSError, match="no environment"):
+        measure(["Lightning", "DDP"], save=lambda record: saved.append(list(record["engines"])))
+    assert saved == [["DDP"]]
+
+
 def test_rows_that_are_named_are_measured_and_others_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine("norm doubled"))
     monkeypatch.setattr(measuring, "versions", lambda entry: "toy 1")

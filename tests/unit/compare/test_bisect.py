@@ -9,7 +9,7 @@ from tests.helpers.planted_ulp import plant
 from tests.helpers.vacuous_rollouts import ran
 from workbench.compare import bisect as module
 from workbench.compare.bisect import bisect
-from workbench.errors import RecordError
+from workbench.errors import RecordError, SpecError
 from workbench.records.directory import RunDirectory
 from workbench.specs.run import RunSpec
 from workbench.train import worker
@@ -199,3 +199,31 @@ class TestRows:
             "step 0, forward: the input of x (from attention, a sum or a product before it), row 1, "
             "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y"
         )
+
+
+class TestExpertsAndStages:
+    """Experts on several ranks are traced like any layer; of a pipeline no rank has them all."""
+
+    MIXTURE = RunSpec.model_validate(
+        {
+            "model": {"source": "tiny-qwen3-moe"},
+            "precision": "float64",
+            "data": {"documents_per_step": 4},
+            "layout": {"dp": 2, "ep": 2},
+        }
+    )
+
+    def test_the_first_difference_of_two_degrees_is_in_a_mixture(self):
+        alone = self.MIXTURE.merged({"layout": {"ep": 1}})
+        divergence = parted(alone, self.MIXTURE)
+        assert divergence.way == "forward"
+        assert divergence.tensor.startswith("model.layers.0.mlp")
+        assert divergence.before == "model.layers.0.post_attention_layernorm"
+
+    def test_a_gradient_of_experts_is_named(self):
+        divergence = parted(self.MIXTURE, self.MIXTURE.merged({"faults": ["expert_gradients_times_ep"]}))
+        assert (divergence.way, "experts" in divergence.tensor) == ("gradients", True)
+
+    def test_pipeline_stages_are_refused_by_name(self):
+        with pytest.raises(SpecError, match=r"bisect b\n.*layout\.pp = 2(.|\n)*workbench diagnose"):
+            bisect(BASE, BASE.merged({"layout": {"pp": 2}}), project=PROJECT)

@@ -192,10 +192,19 @@ def test_a_job_that_does_not_end_is_ended(tmp_path, monkeypatch):
         verify._job(1, tmp_path, 0.3)
 
 
+def test_stages_and_experts_are_trained_too():
+    """Adapters are trained under context parallelism alone."""
+    assert verify.Task(ranks=3).layouts() == {"ours_pp": {"pp": 3}}
+    assert verify.Task(model=verify.MIXTURE).layouts() == {"ours_pp": {"pp": 2}, "ours_ep": {"dp": 2, "ep": 2}}
+    assert verify.Task(lora_r=4).layouts() == {}
+
+
 @pytest.mark.slow
-def test_it_runs_without_gpus():
-    record = verify.measure(gpus=0, steps=6, tokens=64)
-    assert {name for name in record["runs"] if name.startswith("ours")} == {"ours_sum", "ours_mean"}
+@pytest.mark.parametrize("model", ["tiny-qwen3", verify.MIXTURE])
+def test_it_runs_without_gpus(model):
+    record = verify.measure(gpus=0, steps=6, tokens=64, model=model)
+    layouts = set(verify.Task(model=model).layouts())
+    assert {name for name in record["runs"] if name.startswith("ours")} == {"ours_sum", "ours_mean"} | layouts
     assert record["bars"]["trained"]["found"] == 1.0
     assert record["verdict"] == "equal"
     assert all(bar["holds"] for bar in record["bars"].values()), verify.format_record(record)

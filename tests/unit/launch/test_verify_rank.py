@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 import torch
 
 from tests.helpers.lent_kernels import lend_to_cpu
 from tests.helpers.ranks import run_ranks
 from workbench.launch import verify_rank
-from workbench.launch.verify import Task
+from workbench.launch.verify import MIXTURE, Task
 from workbench.launch.verify_rank import (
     BATCHES,
     loaded,
@@ -82,23 +85,29 @@ def trained(folder):
     ring = lend_to_cpu()
     torch_context_parallel.torch_ring = lambda: ring
     Task.attentions = lambda task: ("torch", "ours")
-    results = {
-        name: [parameter.detach() for parameter in model.parameters()] + [text["same_on_all_ranks"]]
-        for name, model, text in several_ranks(TASK, folder, CPU)
+    task = json.loads((folder / "task.json").read_text())
+    return {
+        name: (weights, text["same_on_all_ranks"]) for name, weights, text in several_ranks(Task(**task), folder, CPU)
     }
-    return {name: (torch.cat([p.flatten() for p in parts]), same) for name, (*parts, same) in results.items()}
 
 
-def test_two_ranks_train_like_one(batches, tmp_path):
+@pytest.mark.parametrize("model", ["tiny-qwen3", pytest.param(MIXTURE, marks=pytest.mark.slow)])
+def test_two_ranks_train_like_one(model, tmp_path):
+    """Under context parallelism, in pipeline stages, and a mixture with its experts on both ranks."""
+    task = dataclasses.replace(TASK, model=model)
+    alone, batches = make_model(model, CPU), make_batches(task, make_model(model, CPU, precision="float64"), CPU)
     verify_rank.save_file(saved(batches), tmp_path / "batches.safetensors")
-    model = make_model(TASK.model, CPU)
-    train(model, on_whole_rows(torch.tensor([0, 1])), batches, TASK, mesh=single_process_mesh())
-    expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    (tmp_path / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
+    train(alone, on_whole_rows(torch.tensor([0, 1])), batches, task, mesh=single_process_mesh())
+    expected = dict(alone.named_parameters())
+    whole = torch.cat([value.detach().flatten() for value in expected.values()]).norm()
     for result in run_ranks(trained, 2, tmp_path / "ranks", tmp_path):
-        assert list(result) == ["torch_sum", "torch_mean", "ours_sum", "ours_mean"]
+        assert list(result) == ["torch_sum", "torch_mean", "ours_sum", "ours_mean", *task.layouts()]
         for weights, same in result.values():
             assert same
-            assert (weights - expected).norm() < 1e-6 * expected.norm()
+            assert weights.keys() == expected.keys()
+            apart = torch.cat([(weights[name] - value.detach()).flatten() for name, value in expected.items()])
+            assert apart.norm() < 1e-6 * whole
 
 
 def test_adapters_alone_are_trained_and_compared(batches):

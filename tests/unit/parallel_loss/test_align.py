@@ -10,6 +10,7 @@ from workbench.errors import ShapeError, SpecError
 from workbench.losses.kl import kl_estimate
 from workbench.parallel_loss.align import Alignment, align_loss
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
+from workbench.sharding.simulated import simulate
 from workbench.specs.losses import LossSpec
 
 ENGINES = ("sum", "mean")
@@ -237,6 +238,39 @@ def test_the_factor_is_reported_with_its_reason():
     text = repr(align_loss(mesh, engine="mean"))
     assert text.startswith("Alignment(loss * 6: gradients are averaged over 6 ranks (dp=3 x cp=2)")
     assert "loss * 1: gradients are summed" in repr(align_loss(mesh, engine="sum"))
+
+
+def test_of_a_pipeline_the_last_stage_computes_the_loss_alone():
+    """Its groups are its own: the first stage, which takes part in nothing, is not waited for, and does not count."""
+    name = "GRPO by document, with KL"
+    expected, gradient = everything(FUNCTIONS[name])
+
+    def rank(mesh):
+        if mesh["pp"].rank == 0:
+            return None
+        d, c = mesh["dp"].rank, mesh["cp"].rank
+        weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        local = [part[d, :, c::2] for part in (HIDDEN, OLD, REF, ADVANTAGES, MASK)]
+        align = align_loss(mesh, engine="mean")
+        value = FUNCTIONS[name](align, logprobs(weight, local[0]), *local[1:])
+        (value * 1.0).backward()
+        return float(align.factor), value.item(), weight.grad
+
+    results = [result for result in simulate(rank, pp=2, dp=2, cp=2) if result is not None]
+    assert [factor for factor, _, _ in results] == [4.0] * 4
+    assert [value for _, value, _ in results] == pytest.approx([expected] * 4, rel=1e-13)
+    assert reduced([weight for _, _, weight in results], "mean") == pytest.approx(float(gradient), rel=1e-12)
+
+
+def test_experts_are_reduced_over_their_replicas():
+    """Four ranks, two of which share the experts: a mean over the two replicas is that of two ranks."""
+    four = {"cp": Axis("cp", 2), "dp": Axis("dp", 2)}
+    assert align_loss(**four, engine="mean").expert_factor(2) == 0.5
+    assert align_loss(**four, engine="sum").expert_factor(2) == 1
+    assert align_loss(engine="mean").expert_factor(1) == 1
+    for ep in (0, 3):
+        with pytest.raises(SpecError, match=rf"expert_factor\({ep}\)\n.*4 rank"):
+            align_loss(**four, engine="mean").expert_factor(ep)
 
 
 def test_user_errors_are_reported():

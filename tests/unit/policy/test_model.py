@@ -92,7 +92,7 @@ def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="a hub id that can be reached, or tiny-qwen3 or tiny-qwen3-moe"):
+    with pytest.raises(SpecError, match="a hub id that can be reached, or one of tiny-qwen3, tiny-qwen3-moe, "):
         load_policy("no/such-model", project=tmp_path)
 
 

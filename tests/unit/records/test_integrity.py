@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench.errors import RecordError
-from workbench.records.integrity import check_gradients
+from workbench.records.integrity import check_gradients, piece_of_norm
 
 WHERE = "record mine: tensors/step0000.gradients"
 
@@ -86,6 +86,19 @@ class TestNorms:
         assert problem(check_gradients, gradients, norms) == ""
         norms["b.weight"] *= 0.71
         assert "b.weight" in problem(check_gradients, gradients, norms)
+
+    @pytest.mark.parametrize(("dim", "pieces", "halves"), [(0, 2, 1), (0, 4, 1), (1, 3, 1), (0, 2, 2)])
+    def test_of_one_slice_are_a_wrong_report_and_no_damage(self, gradients, dim, pieces, halves):
+        """A norm that misses the slices of other ranks, of a gated projection those of both halves."""
+        values = torch.randn(8, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        parts = [half.chunk(pieces, dim)[0] for half in values.chunk(halves, dim)]
+        stored, norms = gradients | {"w": values}, norms_of(gradients)
+        own = float(torch.cat(parts, dim).norm())
+        assert problem(check_gradients, stored, norms | {"w": own}) == ""
+        assert piece_of_norm(values, own) == (dim, pieces)
+        for wrong in (own * 1.01, 0.0, math.nan):
+            assert piece_of_norm(values, wrong) is None
+            assert "parameter w" in problem(check_gradients, stored, norms | {"w": wrong})
 
     def test_of_two_tensors_that_lost_their_content_share_no_factor(self, gradients):
         lost = {name: torch.zeros_like(values) for name, values in gradients.items()}

@@ -335,6 +335,7 @@ def test_a_closed_recorder_sees_no_clipping_even_below_another_one(tmp_path):
 
 @pytest.mark.usefixtures("nobody_watches")
 def test_a_recorder_that_nobody_closed_is_not_kept_alive(tmp_path):
+    gc.collect()  # recorders that earlier tests left
     clip, backward = nn.utils.clip_grad_norm_, torch.autograd.backward
     model = model_of()
     recorder = Recorder(tmp_path / "mine", model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -437,3 +438,9 @@ def test_settings_of_a_config_that_may_change_numbers():
     assert config_of(outer) == {"hidden": 8, "rope.rope_theta": 5e5}
     inner.config = {"scale": 0.5, "layers": [1, 2]}
     assert config_of(inner) == {"scale": 0.5}
+
+
+def test_functions_in_a_config_are_the_same_in_every_process():
+    model = torch.nn.Linear(2, 2)
+    model.config = {"gate": str(config_of), "head": {"param_init": {"weight": str(config_of)}}}
+    assert config_of(model) == {"gate": "<function config_of>"}

@@ -163,6 +163,19 @@ def test_targets_are_found_among_the_ids(shift):
     assert max(count for k, count in enumerate(at) if k != shift) < clear / 4
 
 
+@pytest.mark.parametrize("output", ["hidden", "losses"])
+def test_hidden_states_and_losses_of_tokens_are_no_logits(output, batch):
+    """As of a model whose head a chunked loss calls, and of one that is given labels."""
+    ids, targets, trained, _ = batch
+    model, seen = Tiny(), Outputs()
+    hidden = torch.tanh(model.embedding(ids))
+    logprobs = model.head(hidden).log_softmax(-1)
+    losses = -logprobs.gather(-1, targets[..., None])[..., 0].T.repeat(1, 3)
+    seen.see(hidden if output == "hidden" else losses)
+    (losses.sum() / 3 if output == "losses" else losses[trained.T.repeat(1, 3)].sum()).backward()
+    assert seen.finish() == {}
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_squared_normaliser_is_read_next_to_weights(temperature):
     torch.manual_seed(0)

@@ -130,6 +130,24 @@ class TestAlone:
             whole = files.read_tensors(folder, 0 if taken else 1, "gradients")
             assert float(whole["0.weight"].norm()) == pytest.approx(norms["0.weight"], rel=1e-14)
 
+    def test_losses_are_divided_as_an_engine_divides_gradients_after_backward(self, folder):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer)
+        for each in DATA.split(2):
+            loss_of(model, each, total=1).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(len(DATA))
+        recorder.multiply_losses(1 / len(DATA))
+        expected = loss_of(model, DATA).item()
+        optimizer.step()
+        assert steps_of(folder)[0]["loss"] == pytest.approx(expected, rel=1e-14)
+        last = loss_of(model, DATA)
+        last.backward()
+        optimizer.step()
+        recorder.close()
+        assert steps_of(folder)[1]["loss"] == last.item()
+
     def test_nothing_changes_for_the_trainer(self, folder):
         def train(recorded):
             torch.manual_seed(3)

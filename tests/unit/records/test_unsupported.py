@@ -5,6 +5,7 @@ from torch import nn
 
 from workbench.errors import SpecError
 from workbench.records.unsupported import cleared_buffers, no_gradient, refuse_unsupported
+from workbench.sharding.given_parameters import GivenParameters
 
 
 class FullyShardedDataParallel(nn.Linear):
@@ -31,8 +32,19 @@ def distributed():
 )
 def test_models_whose_gradients_cannot_be_read(model, found):
     with pytest.raises(SpecError) as caught:
-        refuse_unsupported(model, dict(model.named_parameters()))
+        refuse_unsupported(model, dict(model.named_parameters()), GivenParameters())
     assert caught.value.parts["found"] == found
+
+
+def test_gradients_in_shards_of_buffers_are_read_by_one_that_says_so():
+    class Gathered(GivenParameters):
+        reads_buffer_shards = True
+
+    model = distributed()
+    parameters = dict(model.named_parameters())
+    assert refuse_unsupported(model, parameters, Gathered()) is None
+    with pytest.raises(SpecError, match=r"attach\.megatron\.record"):
+        refuse_unsupported(model, parameters, GivenParameters())
 
 
 def test_errors_name_the_step_and_what_was_seen():

@@ -25,8 +25,10 @@ def facts(settings, **observed):
         "largest_norm": 2.0,
         "finite": True,
     } | observed
-    experts = 4 if spec.model.source == "tiny-qwen3-moe" else 0
-    return Facts(spec, step_facts(batch, spec), Observed(**met), 19, 2, experts, spec.policy.temperature or 1.0)
+    source = spec.model.source
+    experts = 0 if source == "tiny-qwen3" else 4
+    temperature = spec.policy.temperature or 1.0
+    return Facts(spec, step_facts(batch, spec), Observed(**met), 19, 2, experts, temperature, source == "tiny-gpt-oss")
 
 
 def shown(name):

@@ -17,6 +17,7 @@ from workbench.sharding.gradients import (
     gradient_norms,
     sum_gradients,
     trained_parameters,
+    weight_norms,
 )
 from workbench.sharding.mesh import make_mesh, world_axis
 from workbench.sharding.simulated import simulate
@@ -229,3 +230,15 @@ def test_names_are_those_of_the_model_itself():
     assert list(trained_parameters(inner)) == ["0.weight", "0.bias"]
     beside = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False), "head": nn.ModuleDict({"module": inner})})
     assert list(trained_parameters(beside)) == ["module.weight", "head.module.0.weight", "head.module.0.bias"]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}], ids=str)
+def test_norms_of_weights_are_those_of_the_whole_model_on_every_rank(sizes):
+    def norms(mesh):
+        policy = load_policy("tiny-qwen3-moe", mesh=mesh, precision="float64", seed=3)
+        return weight_norms(policy.model, policy.shards, mesh)
+
+    whole = load_policy("tiny-qwen3-moe", precision="float64", seed=3).model
+    expected = {name: float(value.detach().norm()) for name, value in whole.named_parameters()}
+    for found in simulate(norms, **sizes):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -91,22 +91,13 @@ class TestRefusals:
         [
             ({"prediction": {"coefficient": 0.2}}, r"prediction\.coefficient is of layers that there are not"),
             (
-                {
-                    "prediction": {"depths": 1},
-                    "online": {"task": "arithmetic"},
-                    "data": {"advantages": {"name": "grpo"}},
-                },
-                r"prediction\.depths with online\.task",
-            ),
-            (
                 {"prediction": {"depths": 1}, "reproducible": {"block_tokens": 8}},
                 r"prediction\.depths with the reproducible mode",
             ),
             (
-                {"prediction": {"depths": 1}, "layout": {"shard_parameters": True}},
-                r"prediction\.depths with layout\.shard_parameters",
+                {"prediction": {"depths": 1, "detach": "policy"}, "lora": {"r": 2}},
+                r"prediction\.detach 'policy' with lora",
             ),
-            ({"prediction": {"depths": 1}, "lora": {"r": 2}}, r"prediction\.depths with lora"),
             ({"prediction": {"depths": 1}, "record": {"trace_tokens": 1}}, r"prediction\.depths with record\.trace"),
             (
                 {

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.batches import nasty_documents
+from tests.helpers.online_runs import done
 from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
@@ -79,3 +80,17 @@ def test_a_run_records_the_loss_of_each_depth_and_saves_its_layers(tmp_path):
     saved = load_file(folder / "weights.safetensors")
     assert sum(".prediction." in name for name in saved) == 2 * 15
     assert not any(".prediction." in name for name, _ in trained_policy(run).named_parameters())
+
+
+def test_an_online_run_with_adapters_samples_from_the_decoder_and_saves_the_layers(tmp_path):
+    """Layers that are trained whole are in the adapter's folder, and not in the stock decoder of the run."""
+    adapters = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["prediction"]}
+    run = done(tmp_path, steps=2, prediction={"depths": 1}, lora=adapters, record={"checkpoint_every": 2})
+    for step in run.steps():
+        assert step["loss/prediction_1/sum"] > 0
+        assert step["prediction/tokens_1/sum"] > 0
+    saved = load_file(run.checkpoints()[2] / "adapter_model.safetensors")
+    assert sum(".prediction." in name for name in saved) == 15
+    model = trained_policy(run)
+    assert not any(".prediction." in name for name, _ in model.named_parameters())
+    model(input_ids=torch.tensor([[1, 2, 3]]))
