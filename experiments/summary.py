@@ -879,7 +879,7 @@ def cpu_step() -> str:
     [bar] = record["bars"].values()
     return _section(
         "A step on a CPU",
-        f"{_versions(record)}, float32: the {record['documents']} documents ({_spaced(record['tokens'])} tokens) of the "
+        f"{_versions(record)}, float32: {record['documents']} documents ({_spaced(record['tokens'])} tokens) of the "
         f"default ablation, one rank. A step with its metrics and gradients written takes "
         f"{record['median_ms']['ours']:.0f} ms; a bare loop (the stock model, one padded batch of "
         f"{_spaced(record['padded_tokens'])} tokens, clipped ratios, AdamW, nothing recorded) "
