@@ -94,6 +94,10 @@ guides/systems/miles
 guides/systems/nemo_rl
 guides/systems/prime_rl
 guides/systems/pipelinerl
+guides/systems/skyrl
+guides/systems/openrlhf
+guides/systems/areal
+guides/systems/roll
 guides/other-systems
 guides/log-probabilities
 guides/rollouts
@@ -111,6 +115,7 @@ SKILL
 reference/index
 reference/json
 reference/mistakes
+reference/causes
 reference/api/index
 benchmarks
 ../DECISIONS

@@ -12,10 +12,12 @@ from typing import Any
 
 from experiments.attribution import page as attribution_page
 from experiments.attribution_gpu import page as attribution_gpu_page
+from experiments.chaos import page as chaos_page
 from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
+from experiments.growth import page as growth_page
 from experiments.mismatch_lab import page as lab_page
 from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
@@ -94,6 +96,9 @@ def page() -> str:
         launch_overhead(),
         metrics_cost(),
         recorder_cost(),
+        cpu_step(),
+        growth(),
+        chaos(),
         saved_reports(),
     )
     return "\n\n".join([HEADER.rstrip(), *sections]) + "\n"
@@ -865,6 +870,46 @@ def recorder_cost() -> str:
         f"loop: {medians['without']:.0f} ms without a recorder, {medians['recorder']:.0f} ms with one, "
         f"{medians['recorder and tokens']:.0f} ms with per-token notes; they scatter by a tenth.",
         _source("benchmarks/recorder_cost.json", None, "python -m workbench bench recorder_cost"),
+    )
+
+
+def cpu_step() -> str:
+    """A step of the default ablation on a CPU, next to a bare loop over the same documents."""
+    record = _record("benchmarks/cpu_step.json")
+    [bar] = record["bars"].values()
+    return _section(
+        "A step on a CPU",
+        f"{_versions(record)}, float32: {record['documents']} documents ({_spaced(record['tokens'])} tokens) of the "
+        f"default ablation, one rank. A step with its metrics and gradients written takes "
+        f"{record['median_ms']['ours']:.0f} ms; a bare loop (the stock model, one padded batch of "
+        f"{_spaced(record['padded_tokens'])} tokens, clipped ratios, AdamW, nothing recorded) "
+        f"{record['median_ms']['bare']:.0f} ms: {bar['median']:.2f} (bar {bar['bar']}).",
+        _source("benchmarks/cpu_step.json", None, "python -m workbench bench cpu_step"),
+    )
+
+
+def growth() -> str:
+    """How the cost of verbs grows with what they read."""
+    record = _record("growth/growth.json")
+    return _section(
+        "Growth",
+        f"{record['provenance']['cpu_count']} shared CPU cores; processor time of a command with its start-up, the "
+        "least of several. The exponent is that of the part above the smallest size, between the two largest; none: "
+        "the largest adds less than a tenth to the start-up.",
+        _table(growth_page.HEAD, growth_page.rows(record), right=[3]),
+        growth_page.long_comparison(record),
+        _source("growth/growth.json", None, "python -m experiments.growth.measure"),
+    )
+
+
+def chaos() -> str:
+    """What campaigns of chaos tried."""
+    record = _record("chaos/record.json")
+    return _section(
+        "Chaos",
+        chaos_page.answer(record),
+        _table(chaos_page.HEAD, chaos_page.rows(record), right=[1]),
+        _source("chaos/record.json", None, "make chaos SEED=1 MINUTES=30"),
     )
 
 

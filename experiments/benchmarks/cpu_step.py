@@ -132,6 +132,6 @@ def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     [bar] = record["bars"].values()
     return (
-        f"{record['documents']} documents, {record['tokens']} tokens: ours {record['median_ms']['ours']:.0f} ms with its "
+        f"{record['documents']} documents, {record['tokens']} tokens: ours {record['median_ms']['ours']:.0f} ms with "
         f"records, a bare loop {record['median_ms']['bare']:.0f} ms: {bar['median']:.2f}, bar {bar['bar']}"
     )

@@ -190,6 +190,6 @@ if __name__ == "__main__":
     expected = read_expected()
     results = {"expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest()}
     results |= scored(sys.argv[1:] or names(), expected)
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
     (HERE / "report.md").write_text(page(results, json.loads((HERE / "unseen.json").read_text())))
     print("report: experiments/diagnosis/report.md")

@@ -1,10 +1,10 @@
 """How cost grows: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
 python experiments/growth/measure.py            writes growth.json next to it
-python experiments/growth/measure.py report     measures that part alone: verbs, preparation or report
+python experiments/growth/measure.py report     measures that part alone: verbs, reading, long, preparation or report
 
-The run directories are synthetic (four steps, one parameter, no tensors) and in a temporary folder. A growth exponent
-is the slope of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
+The run directories are synthetic (four steps, one parameter) and in a temporary folder. A growth exponent is the slope
+of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.atomic import to_json, write_whole
-from workbench.compare.comparison import Comparison
+from workbench.compare import comparison
+from workbench.compare.comparison import Comparison, Configuration
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root, provenance
 from workbench.specs.run import RunSpec
@@ -33,6 +34,7 @@ RUNS = (0, 500, 1000)
 CONFIGURATIONS = (35, 100, 200)
 DOCUMENTS = (0, 50_000, 100_000)
 TIMES = 4  # the least counts: what else this machine does only adds
+ONCE_S = 10.0  # a command that takes longer is run once: start-up is no longer what it costs
 VERBS = {
     "ls": ("ls",),
     "status of an experiment": ("status", "many"),
@@ -42,6 +44,23 @@ VERBS = {
 }
 """Of runs that have ended: `attach` lists them and returns, `cancel` finds nothing to end."""
 STEPS = 4
+SIZES = (1, 10, 100, 1000)
+"""Of what a verb reads that is not an experiment's run directories alone."""
+
+LONG = (200, 100)
+"""Configurations, and steps of each, of the comparison that is saved and read as columns and as one JSON."""
+
+COMPARE = """
+import sys
+from pathlib import Path
+from workbench.compare.align import Subject, compare_runs
+from workbench.records.directory import RunDirectory
+paths = sorted(Path(sys.argv[1], "runs").glob("c*"), key=lambda path: int(path.name.partition("-")[0][1:]))
+runs = [RunDirectory.open(path) for path in paths]
+subjects = [Subject(run.name, run, runs[0].name if run is not runs[0] else None, None) for run in runs]
+verdicts = [c.verdict for c in compare_runs(subjects, experiment="many", question="").configurations]
+assert verdicts == ["reference"] + ["equal"] * (len(runs) - 1), verdicts[:9]
+"""
 
 PREPARE = """
 import sys, torch
@@ -58,16 +77,20 @@ for row in pack(batch, rows=8, multiple_of=4):
 """
 
 
-def make_runs(experiment: Path, number: int) -> None:
+def make_runs(experiment: Path, number: int, *, steps: int = STEPS, tensors: bool = False) -> None:
     """Write run directories like those of small runs that succeeded, without waiting for the disk."""
+    import torch
+
     sync, os.fsync = os.fsync, lambda file: None
     try:
         for index in range(number):
-            run = RunDirectory.create(experiment / "runs", f"c{index}", RunSpec(steps=STEPS, seed=index))
+            run = RunDirectory.create(experiment / "runs", f"c{index}", RunSpec(steps=steps, precision="float64"))
             run.set_state("running")
-            for step in range(STEPS):
+            for step in range(steps):
                 numbers = {"loss/total/sum": 0.5, "gradient/norm/global": 1.0, "time/step_ms": 40.0}
                 run.append_step({"step": step, **numbers, "gradient_norms": {"w": 1.0}})
+                if tensors:
+                    run.write_tensors(f"step{step:04d}.gradients", {"w": torch.full((64,), 0.125, dtype=torch.float64)})
             run.write_exit(0, {}, None)
             run.set_state("succeeded")
     finally:
@@ -75,14 +98,19 @@ def make_runs(experiment: Path, number: int) -> None:
 
 
 def cpu_s(command: list[str], folder: Path) -> float:
-    """CPU time of a command, user and system: the least of several runs."""
-    return min(_cpu_s(command, folder) for _ in range(TIMES))
+    """CPU time of a command, user and system: the least of several runs. FRESH in it is another folder each time."""
+    seconds: list[float] = []
+    while len(seconds) < TIMES and max(seconds, default=0.0) < ONCE_S:
+        fresh = str(folder / f"fresh-{len(seconds)}")
+        seconds.append(_cpu_s([word.replace("FRESH", fresh) for word in command], folder))
+    return min(seconds)
 
 
 def _cpu_s(command: list[str], folder: Path) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode in (0, 1), command  # 1: a verdict other than equal
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -155,14 +183,126 @@ def many_configurations(number: int) -> Comparison:
     return replace(saved, configurations=named)
 
 
+def measure_reading(sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
+    """Measure what reads runs, saved comparisons, steps or dumps, by their number."""
+    python, results = sys.executable, {}
+    with tempfile.TemporaryDirectory() as name:
+        for size in sizes:
+            place = Path(name) / str(size)
+            make_runs(place / "experiments/many", size, tensors=True)
+            make_runs(place / "experiments/two", 2, steps=size, tensors=True)
+            (place / "experiments/saved").mkdir()
+            many_configurations(size).save(place / "experiments/saved/comparison.json")
+            write_dump(place / "dump", size)
+
+        def measured(*words: str) -> dict[str, Any]:
+            def seconds(size: int) -> float:
+                place = Path(name) / str(size)
+                found = {"TRUSTED": "c0", "SUSPECT": "c1"}
+                runs = {key: str(next((place / "experiments/two/runs").glob(f"{run}-*"))) for key, run in found.items()}
+                return cpu_s([python, *(runs.get(word, word) for word in words)], place)
+
+            return grown(sizes, seconds)
+
+        results = {
+            "compare, runs": measured("-c", COMPARE, "experiments/many"),
+            "export, runs": measured(
+                "-m", "workbench", "export", "experiments/many", "--to", "tensorboard", "--folder", "FRESH"
+            ),
+            "compare, saved configurations": measured("-m", "workbench", "compare", "experiments/saved"),
+            "report, saved configurations": measured("-m", "workbench", "report", "experiments/saved", "--no-notebook"),
+            "diagnose, steps of two runs": measured("-m", "workbench", "diagnose", "TRUSTED", "SUSPECT"),
+            "check, documents of a dump": measured("-m", "workbench", "check", "dump"),
+        }
+    return {"provenance": provenance(project_root()), "sizes": list(sizes), "verbs": results}
+
+
+def write_dump(folder: Path, documents: int, tokens: int = 32) -> None:
+    """Write a step of a trainer in the interchange format: what a plain policy gradient computes, correctly."""
+    import torch
+    from safetensors.torch import save_file
+
+    draw = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(documents, tokens, generator=draw, dtype=torch.float64)
+    advantages = torch.randn(documents, generator=draw, dtype=torch.float64)
+    coefficients = -advantages[:, None].expand_as(logprobs) / logprobs.numel()
+    folder.mkdir(parents=True)
+    step = {
+        "loss_mask": torch.ones(documents, tokens, dtype=torch.int64),
+        "policy_logprobs": logprobs,
+        "old_logprobs": logprobs.clone(),
+        "advantages": advantages,
+        "coefficients": coefficients.clone(),
+    }
+    save_file(step, folder / "step.safetensors")
+    about = {"format": "rl step", "version": 1, "files": ["step.safetensors"], "dtype": "float64"}
+    about |= {"settings": {"name": "reinforce", "denominator": "token"}}
+    (folder / "step.json").write_text(json.dumps(about))
+
+
+def measure_long(configurations: int = LONG[0], steps: int = LONG[1]) -> dict[str, Any]:
+    """Measure a long comparison as columns next to a JSON, and as one JSON: megabytes, and CPU seconds of both ways."""
+    few = many_configurations(configurations)
+    repeated = [_repeated(each, steps, place * steps) for place, each in enumerate(few.configurations)]
+    saved, results = replace(few, configurations=repeated), {}
+    rows = sum(len(c.steps) + len(c.parameters) for c in repeated)
+    for kind, limit in (("columns", comparison.LONG), ("one JSON", sys.maxsize)):
+        with tempfile.TemporaryDirectory() as name:
+            path, before, comparison.LONG = Path(name) / "comparison.json", comparison.LONG, limit
+            try:
+                began = time.process_time()
+                saved.save(path)
+                written = time.process_time()
+                read = Comparison.load(path)
+                ended = time.process_time()
+            finally:
+                comparison.LONG = before
+            assert read == saved, kind
+            del read
+            results[kind] = {
+                "json_mb": round(path.stat().st_size / 1e6, 2),
+                "columns_mb": round(sum(file.stat().st_size for file in Path(name).glob("*.parquet")) / 1e6, 2),
+                "save_s": round(written - began, 1),
+                "load_s": round(ended - written, 1),
+            }
+    return {"provenance": provenance(project_root()), "configurations": configurations, "rows": rows, **results}
+
+
+def _repeated(configuration: Configuration, steps: int, first: int) -> Configuration:
+    """A configuration with its steps again and again, and numbers that no other has: equal ones would be stored once.
+
+    `first`: number of its first step among those of all configurations.
+    """
+    count, ratios = len(configuration.steps) or 1, configuration.ratios
+
+    def changed(record: dict[str, Any], step: int) -> dict[str, Any]:
+        factor = 1 + (first + step) * 1e-7
+
+        def other(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: other(each) for name, each in value.items()}
+            return value * factor if type(value) is float else value
+
+        return {key: step if key == "step" else other(value) for key, value in record.items()}
+
+    tiles = range(0, steps, count)
+    return replace(
+        configuration,
+        steps=[changed(r, at + r["step"]) for at in tiles for r in configuration.steps],
+        whole_gradient=[changed(r, at + r["step"]) for at in tiles for r in configuration.whole_gradient],
+        parameters=[replace(p, **changed(vars(p), at + p.step)) for at in tiles for p in configuration.parameters],
+        ratios={str(at + int(step)): ratio for at in tiles for step, ratio in ratios.items()},
+    )
+
+
 def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str, Any]:
     """CPU seconds of the page, without start-up, and its megabytes, by number of configurations."""
     from workbench.report.page import page
 
     seconds, megabytes = {}, {}
     for number in configurations:
-        comparison, before = many_configurations(number), time.process_time()
-        text = page(comparison)
+        repeated, before = many_configurations(number), time.process_time()
+        text = page(repeated)
         seconds[str(number)] = round(time.process_time() - before, 2)
         megabytes[str(number)] = round(len(text.encode()) / 1e6, 2)
     return {"provenance": provenance(project_root()), "cpu_s": seconds, "megabytes": megabytes}
@@ -170,10 +310,14 @@ def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str
 
 if __name__ == "__main__":
     file = Path(__file__).with_name("growth.json")
-    parts = sys.argv[1:] or ["verbs", "preparation", "report"]
+    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "report"]
     record = json.loads(file.read_text()) if file.exists() else {}
     if "verbs" in parts:
         record |= measure_verbs()
+    if "reading" in parts:
+        record["reading"] = measure_reading()
+    if "long" in parts:
+        record["long comparison"] = measure_long()
     if "preparation" in parts:
         record["preparation of a step"] = measure_preparation()
     if "report" in parts:

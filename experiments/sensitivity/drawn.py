@@ -13,16 +13,21 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.atomic import to_json, write_whole
+from workbench.atomic import from_json, to_json, write_whole
+from workbench.compare.comparison import AGREES
 from workbench.errors import WorkbenchError
+from workbench.experiment import Experiment
+from workbench.faults import load_fault
 from workbench.mutation_score import sensitivity
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.files import load
 from workbench.sensitivity.changes import DATA
+from workbench.sensitivity.measure import run_clean
+from workbench.sensitivity.trials import Plan, Trials
 from workbench.specs.reading import merge
 
 RECORD = Path(__file__).parent / "drawn.json"
@@ -141,6 +146,38 @@ def measured(number: int, project: Path) -> dict[str, Any]:
     }
 
 
+def predicted(number: int, names: Iterable[str], project: Path) -> dict[str, list[str]]:
+    """Predict faults of a drawn ablation again, from its clean runs alone: the needs that each of them lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        draw = drawn(number, Path(folder) / "rollouts", project)
+        experiment = Experiment(draw["ablation"], project=project)
+        plans = [Plan(plan.name, plan.spec, plan.reference, plan.truth) for plan in experiment.planned]
+        faults = [load_fault(name) for name in names]
+        clean = run_clean(Trials(plans, Path(folder), project), ["changed"], [fault.seam for fault in faults])
+        return {
+            fault.name: [need.missing for need in choice.missing]
+            for fault in faults
+            if (choice := clean.choose(fault)) is not None
+        }
+
+
+def predict_again(entry: Mapping[str, Any], project: Path) -> dict[str, Any]:
+    """Return a measured entry with the predictions of the needs as they are now.
+
+    ``first_disagreements`` keeps the faults whose prediction, made before the measurement, was wrong.
+    """
+    if "refused" in entry:
+        return dict(entry)
+    missing = predicted(entry["number"], entry["results"], project)
+    results = {name: {**result, "missing": missing[name]} for name, result in entry["results"].items()}
+    return {
+        **entry,
+        "results": results,
+        "first_disagreements": entry.get("first_disagreements", entry["disagreements"]),
+        "disagreements": [name for name, result in results.items() if result["killed"] == bool(result["missing"])],
+    }
+
+
 def measure(
     numbers: range | list[int],
     *,
@@ -164,6 +201,37 @@ def measure(
     }
 
 
+def packed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in a fifth of its size: each result as its verdict and the numbers of the reasons it lacks."""
+    results = [result for entry in record["ablations"] for result in entry.get("results", {}).values()]
+    reasons = sorted({reason for result in results for reason in result["missing"]})
+
+    def text(result: Mapping[str, Any]) -> str:
+        return " ".join(
+            [result["verdict"].replace(" ", "_"), *(str(reasons.index(each)) for each in result["missing"])]
+        )
+
+    entries = [
+        {**entry, "results": {name: text(result) for name, result in entry["results"].items()}}
+        if "results" in entry
+        else entry
+        for entry in record["ablations"]
+    ]
+    return {**record, "reasons": reasons, "ablations": entries}
+
+
+def load_record(path: Path = RECORD) -> dict[str, Any]:
+    """Return a saved record, with the results as `measured` has them."""
+    record = from_json(path.read_text())
+    for entry in record["ablations"]:
+        for name, text in entry.get("results", {}).items():
+            verdict, *numbers = text.split()
+            verdict = verdict.replace("_", " ")
+            missing = [record["reasons"][int(number)] for number in numbers]
+            entry["results"][name] = {"missing": missing, "killed": verdict not in AGREES, "verdict": verdict}
+    return record
+
+
 def summary(entry: Mapping[str, Any]) -> str:
     """Summarize one ablation in a line."""
     if "refused" in entry:
@@ -179,12 +247,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure the draws, or those that are named, and write the record of all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("numbers", nargs="*", type=int, help="draws to measure; without any, the first 20 that run")
-    named = parser.parse_args(arguments).numbers
+    parser.add_argument("--predict", action="store_true", help="keep the record's measurements, and predict them again")
+    chosen = parser.parse_args(arguments)
+    named = chosen.numbers
+    if chosen.predict:
+        saved = load_record()
+        entries = [predict_again(entry, project_root()) for entry in saved["ablations"]]
+        write_whole(RECORD, to_json(packed({**saved, "ablations": entries})))
+        return int(any(entry.get("disagreements") for entry in entries))
     record = measure(
         named or range(10 * ABLATIONS),
         report_progress=lambda line: print(line, flush=True),
     )
-    write_whole(RECORD, to_json(record))
+    write_whole(RECORD, to_json(packed(record)))
     return int(any(entry.get("disagreements") for entry in record["ablations"]))
 
 

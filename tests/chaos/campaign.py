@@ -31,12 +31,15 @@ from hypothesis import strategies as st
 from tests.chaos import file_operations, filesystems, hostile, launchers, signals
 from tests.chaos.harness import VICTIMS, Story
 from workbench.atomic import from_json, locked, to_json, write_whole
-from workbench.records.provenance import project_root, provenance
+from workbench.records.provenance import project_root, provenance, without_machine_paths
 
 RECORD = project_root() / "experiments" / "chaos" / "record.json"
 
 AT_ONCE = {"specs": 250, "rollouts": 125, "records": 25}
 """Cases of one turn, by kind: a turn takes some ten seconds."""
+
+_LONGEST = 20_000
+"""Characters of a failure in the record: five processes that hang, with sixty lines of stacks each, and the story."""
 
 
 @dataclass
@@ -64,9 +67,9 @@ class Campaign:
         try:
             TURNS[kind](self, place, random.Random(f"{self.seed} {kind} {number}"))
         except Exception as error:
-            text = "".join(traceback.format_exception(error, limit=-4))
             notes = "\n".join(getattr(error, "__notes__", ()))
-            self.failures.append({"kind": kind, "turn": number, "error": f"{text}\n{notes}"[-6000:]})
+            text = without_machine_paths("".join(traceback.format_exception(error, limit=-4)) + f"\n{notes}")
+            self.failures.append({"kind": kind, "turn": number, "error": text[-_LONGEST:]})
             sys.stdout.write(f"FAILED {kind}, turn {number}: {type(error).__name__}: {str(error)[:300]}\n")
         finally:
             shutil.rmtree(place, ignore_errors=True)

@@ -6,18 +6,19 @@ other process is ever touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import psutil
 
-from tests.chaos import launcher
+from tests.chaos import launcher, stacks
 from tests.chaos.worker import acknowledged, checksum
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
@@ -25,10 +26,16 @@ from workbench.records.states import ENDED
 
 MARK = "WB_CHAOS"
 LEAVE_S = 120.0
-"""How long processes may stay after the launcher is gone."""
+"""How long processes may stay without doing anything after the launcher is gone."""
 
 END_S = 180.0
-"""How long an ablation may take to end by itself when anything else was killed."""
+"""How long nothing of an ablation may move before it ends by itself, when anything else was killed."""
+
+_PATIENCE = 5
+"""Such times that may pass in all, however much moves: a story takes some 20 s on an idle machine."""
+
+_LOOK_S = 5.0
+"""Interval at which it is looked whether anything moved."""
 
 VICTIMS = {
     "torchx": ("launcher", "agent", "rank", "parent"),
@@ -72,23 +79,23 @@ class Story:
     def launch_and_kill(self, runs: int) -> None:
         """Launch, kill one process if it can be found in time, and check that nothing is lost or left behind."""
         victim = self._next_victim()
-        parent = self._start(runs)
+        parent = self.start(runs)
         if self.kills < len(VICTIMS[self.where]) or self.random.random() < 0.5:  # each kind once while ranks run
             moment = "while ranks ran"
-            self._wait_for("rank", parent)
+            self.wait_for("rank", parent)
             time.sleep(self.random.uniform(0.5, 2.5))
         else:
             moment = "whenever it was"
             time.sleep(self.random.uniform(0.0, 5.0))
-        target = self._wait_for(victim, parent)
+        target = self.wait_for(victim, parent)
         if target is not None and _kill(target):
             self.told.append(f"{victim} of {runs} runs killed {moment}")
             self.kills += 1
         else:
             self.told.append(f"{victim} of {runs} runs had ended")
         # runs with a live launcher finish their work; the others exit
-        self._wait_until_nobody_is_left(LEAVE_S if victim == "launcher" else END_S)
-        code = parent.wait(timeout=LEAVE_S)
+        self.wait_until_nobody_is_left(LEAVE_S if victim == "launcher" else END_S)
+        code = self.exit_code(parent)
         assert code == 0 or victim in ("launcher", "parent"), f"the launcher failed\n{self.story()}"
         self.check()
 
@@ -100,9 +107,9 @@ class Story:
 
     def finish(self, runs: int) -> None:
         """Launch once more without a kill, and check that everything is complete."""
-        parent = self._start(runs)
-        assert parent.wait(timeout=END_S) == 0, self.story()
-        self._wait_until_nobody_is_left(LEAVE_S)
+        parent = self.start(runs)
+        assert self.exit_code(parent) == 0, self.story()
+        self.wait_until_nobody_is_left(LEAVE_S)
         self.check()
         newest = {run.name: run for run in sorted(self.runs(), key=lambda run: run.state["created_ns"])}
         assert sorted(newest) == sorted(f"run{number}" for number in range(runs)), self.story()
@@ -152,8 +159,13 @@ class Story:
                 continue
         return results
 
-    def _start(self, runs: int) -> subprocess.Popen[bytes]:
-        environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
+    def start(self, runs: int) -> subprocess.Popen[bytes]:
+        environment = os.environ | {
+            MARK: self.mark,
+            "PYTHONPATH": str(project_root()),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         command = [
             sys.executable,
             "-c",
@@ -168,7 +180,7 @@ class Story:
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=project_root())
 
-    def _wait_for(self, victim: str, parent: subprocess.Popen[bytes]) -> psutil.Process | None:
+    def wait_for(self, victim: str, parent: subprocess.Popen[bytes]) -> psutil.Process | None:
         """One of the processes of that kind, as soon as there is one; None if everything ended before."""
         while parent.poll() is None:
             family = psutil.Process(parent.pid)  # it stays, if only as a zombie, until it is waited for
@@ -199,13 +211,41 @@ class Story:
             family = children
         raise AssertionError(f"no kind of process is called {victim}")
 
-    def _wait_until_nobody_is_left(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while left := self.processes():
-            if time.monotonic() > deadline:
-                texts = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
-                raise AssertionError(f"left after {seconds:.0f} s: {texts}\n{self.story()}")
+    def exit_code(self, process: subprocess.Popen[bytes], seconds: float = END_S) -> int:
+        """The exit code of a launcher, when it has ended by itself."""
+        self._wait_until(lambda: process.poll() is not None, seconds, "a launcher did not end")
+        return process.wait()
+
+    def wait_until_nobody_is_left(self, seconds: float) -> None:
+        """Wait for the end of every process of the story."""
+        self._wait_until(lambda: not self.processes(), seconds, "processes are left")
+
+    def _wait_until(self, done: Callable[[], bool], seconds: float, otherwise: str) -> None:
+        """Wait as long as anything moves; say where every process is once nothing has for that long.
+
+        A time alone would tell a machine with too much to do from a story that hangs only by guessing.
+        """
+        began = looked = moved = time.monotonic()
+        before = self._movement()
+        while not done():
             time.sleep(0.2)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                if (movement := self._movement()) != before:
+                    before, moved = movement, now
+            if now - moved > seconds or now - began > _PATIENCE * seconds:
+                seen = f"{now - began:.0f} s after the start, {now - moved:.0f} s after the last movement"
+                found = stacks.last_look(self.processes(), self.folder)
+                raise AssertionError(f"{otherwise}: {seen}\n{self.story()}\n{found}")
+
+    def _movement(self) -> Hashable:
+        """What changes while a story goes on: its processes, and the sizes of what they write."""
+        sizes = []
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                sizes.append((str(path), path.stat().st_size))
+        return frozenset(process.pid for process in self.processes()), frozenset(sizes)
 
 
 def _kill(process: psutil.Process) -> bool:

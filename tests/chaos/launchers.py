@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.chaos.harness import END_S, LEAVE_S, Story
+from tests.chaos.harness import LEAVE_S, Story
 
 KINDS = ("two launchers", "deleted while running")
 
@@ -34,11 +34,11 @@ def _story(folder: Path, where: str, seed: int) -> Iterator[Story]:
 def _two_launchers(story: Story) -> None:
     """One of them is refused, or finds the work done; every run is there once, and nobody is left."""
     runs = story.random.randint(1, 2)
-    first = story._start(runs)
+    first = story.start(runs)
     time.sleep(story.random.uniform(0.0, 3.0))
-    second = story._start(runs)
-    codes = [process.wait(timeout=END_S) for process in (first, second)]
-    story._wait_until_nobody_is_left(LEAVE_S)
+    second = story.start(runs)
+    codes = [story.exit_code(process) for process in (first, second)]
+    story.wait_until_nobody_is_left(LEAVE_S)
     assert 0 in codes, story.story()
     output = (story.folder / "output").read_text()
     assert codes == [0, 0] or "SpecError" in output, f"refused without a reason\n{story.story()}"
@@ -49,8 +49,8 @@ def _two_launchers(story: Story) -> None:
 
 def _deleted(story: Story) -> None:
     """The launcher ends by itself, leaves nobody, and the other runs succeed; launching again completes all."""
-    parent = story._start(2)
-    assert story._wait_for("rank", parent) is not None, story.story()
+    parent = story.start(2)
+    assert story.wait_for("rank", parent) is not None, story.story()
     time.sleep(story.random.uniform(0.0, 2.0))
     victim = story.random.choice(sorted(story.folder.glob("runs/run*")))
     if story.random.random() < 0.3:
@@ -58,8 +58,8 @@ def _deleted(story: Story) -> None:
     else:
         shutil.rmtree(victim, ignore_errors=True)
     story.told.append(f"{victim.name} deleted")
-    parent.wait(timeout=END_S)
-    story._wait_until_nobody_is_left(LEAVE_S)
+    story.exit_code(parent)
+    story.wait_until_nobody_is_left(LEAVE_S)
     for left in story.folder.glob("runs/run*"):
         if not (left / "config.json").exists():  # what a rank wrote after the deletion
             shutil.rmtree(left)

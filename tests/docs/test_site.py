@@ -12,6 +12,13 @@ pytest.importorskip("sphinx")
 pytest.importorskip("myst_nb")
 
 
+def test_every_page_of_the_manual_is_in_its_contents():
+    contents = (ROOT / "docs/conf.py").read_text().splitlines()
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md") if "api" not in page.parts]
+    missing = {str(page.with_suffix("")) for page in pages} - {*contents, "README"}
+    assert not {page for page in missing if not page.startswith("_build")}
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
     options = ["-W", "--keep-going", "-q", "-b", "html", "-c", "docs", "-d", str(tmp_path / "doctrees")]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.atomic import from_json, to_json, write_whole
 from workbench.columns import columns
+from workbench.compare import columnar
 from workbench.errors import RecordError, VerdictError
 from workbench.specs.groups import LayoutSpec
 from workbench.specs.losses import LossSpec, with_compat
@@ -43,6 +44,13 @@ AMPLIFIED = 1e-6
 """A float64 difference below this may be rounding: correct float32 runs differ by more (5.1e-6 of the gradient in
 ``experiments/layout_parity/comparison.json``)."""
 
+
+LONG = 20_000
+"""Rows of steps and parameters above which they are columns: JSON has 500 bytes a row (2.4 MB for 4,620 rows in
+``experiments/layout_parity/comparison.json``), so a comparison in one file stays below 10 MB."""
+
+TABLES = ("steps", "parameters", "whole_gradient", "ratios")
+"""Attributes of a `Configuration` that grow with the steps."""
 
 BROKEN_UNDER = {
     "dp": "data-parallel ranks",
@@ -297,10 +305,19 @@ class Comparison:
         return flat[differing]
 
     def save(self, path: Path) -> None:
-        """Write the whole comparison as JSON, atomically."""
+        """Write the whole comparison, atomically: as JSON, and its tables as columns next to it if they are long.
+
+        See `LONG` and `workbench.compare.columnar`; the JSON names these files, and `load` reads both.
+        """
         configurations = [vars(c) | {"parameters": [vars(p) for p in c.parameters]} for c in self.configurations]
+        files = {}
+        if sum(len(c.steps) + len(c.parameters) for c in self.configurations) > LONG:
+            tables = {name: [c.pop(name) for c in configurations] for name in TABLES}
+            tables["ratios"] = [[{"step": step, **ratio} for step, ratio in each.items()] for each in tables["ratios"]]
+            files = {"tables": {name: columnar.write_table(path, name, table) for name, table in tables.items()}}
         # in the order in memory: a page shows settings in this order
-        write_whole(path, to_json(vars(self) | {"configurations": configurations}, indent=None))
+        write_whole(path, to_json(vars(self) | {"configurations": configurations} | files, indent=None))
+        columnar.forget_tables(path, [said["file"] for said in files.get("tables", {}).values()])
 
     @classmethod
     def load(cls, path: Path | str) -> Comparison:
@@ -312,16 +329,19 @@ class Comparison:
         path = Path(path) / "comparison.json" if Path(path).is_dir() else Path(path)
         try:
             data = from_json(path.read_bytes())
+            for name, said in data.pop("tables", {}).items():
+                for c, records in zip(data["configurations"], columnar.read_table(path, said), strict=True):
+                    c[name] = {r.pop("step"): r for r in records} if name == "ratios" else records
             data["configurations"] = [
                 Configuration(**(c | {"parameters": [ParameterDifference(**p) for p in c["parameters"]]}))
                 for c in data["configurations"]
             ]
             return cls(**data)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise RecordError(
                 f"read comparison {path}",
                 found=f"{type(error).__name__}: {error}",
-                rule="a file written by Comparison.save",
+                rule="a file written by Comparison.save, and the files of its tables next to it",
                 fix="run the ablation again",
             ) from None
 

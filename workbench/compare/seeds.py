@@ -63,13 +63,13 @@ class SeedGroup:
         """The seeds of each member: the values of the `SEEDS` settings that vary."""
         varying = self.varying
         return [
-            " ".join(str(s) for key, s in zip(SEEDS, _seeds(c), strict=True) if key in varying) for c in self.members
+            " ".join(str(s) for key, s in zip(SEEDS, seeds_of(c), strict=True) if key in varying) for c in self.members
         ]
 
     @property
     def varying(self) -> tuple[str, ...]:
         """The settings of `SEEDS` that are not the same in all members."""
-        by_key = zip(*map(_seeds, self.members), strict=True)
+        by_key = zip(*map(seeds_of, self.members), strict=True)
         return tuple(key for key, seeds in zip(SEEDS, by_key, strict=True) if len(set(seeds)) > 1)
 
     @property
@@ -124,11 +124,12 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     return [
         SeedGroup(_common_name([c.name for c in members]), tuple(members))
         for members in alike.values()
-        if len(members) > 1 and len({_seeds(c) for c in members}) == len(members)
+        if len(members) > 1 and len({seeds_of(c) for c in members}) == len(members)
     ]
 
 
-def _seeds(c: Configuration) -> tuple[Any, ...]:
+def seeds_of(c: Configuration) -> tuple[Any, ...]:
+    """Return the values of the `SEEDS` settings of a run."""
     settings = flatten(c.settings)
     return tuple(settings.get(key) for key in SEEDS)
 

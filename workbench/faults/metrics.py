@@ -79,7 +79,7 @@ def entropy_of_vocabulary_shard(token_logprobs: Callable, hidden_TD: Tensor, **o
 def extremes_swapped(finish_metrics: Callable, *args: object) -> Numbers:
     """The reducers of minimum and maximum are swapped."""
     metrics = finish_metrics(*args)
-    return {key: metrics[_swapped(key)] for key in metrics}
+    return {key: metrics.get(_swapped(key), metrics[key]) for key in metrics}  # some have one extreme alone
 
 
 _OTHER = {"min": "max", "max": "min"}

@@ -19,10 +19,10 @@ def _rounding(optimizer: torch.optim.Optimizer, *, state: bool) -> torch.optim.O
 
     def hook(*_: object) -> None:
         with torch.no_grad():
-            for parameter, kept in optimizer.state.items():
-                values = [kept["exp_avg"], kept["exp_avg_sq"]] if state else [parameter]
-                for value in values:
-                    value.copy_(value.bfloat16())
+            moments = (kept[name] for kept in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+            weights = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            for value in moments if state else weights:  # sgd has weights without a state
+                value.copy_(value.bfloat16())
 
     optimizer.register_step_post_hook(hook)
     return optimizer

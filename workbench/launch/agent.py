@@ -91,11 +91,12 @@ def _fork_ranks(server: str, arguments: Sequence[str]) -> NoReturn:
     options.add_argument("--project", type=Path, default=Path())
     known, _ = options.parse_known_args(arguments)
     cancelled = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: cancelled.set())
     try:
         job = request(server, run_dirs_of(arguments), known.nproc_per_node, {**os.environ}, known.project, known.worker)
     except WorkbenchError as error:
         sys.exit(str(error))
+    # not before the answer: a handler would let the wait for it go on; ranks that start meanwhile find nobody and leave
+    signal.signal(signal.SIGTERM, lambda number, frame: cancelled.set())
     while job.poll(_POLL_S) == "running":
         if cancelled.is_set():
             job.cancel()

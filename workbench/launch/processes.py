@@ -73,6 +73,9 @@ READ_ON_IMPORT = (
 START_S = 120.0
 """Time that the first run has to start; loading from a cold disk is slow."""
 
+ANSWER_S = 300.0
+"""Time that the server has to answer a request: `START_S` to load, and as long again, and a half, to import the
+workbench and its worker on a machine with too much to do. It answers later than that if it, or its fork, is stopped."""
 
 _LONGEST_FOLDER = 80  # the path of a socket has at most 107 bytes (unix(7)), 24 of them for our own names
 
@@ -173,7 +176,7 @@ def request(
 
     Raises:
         ConnectionError: the server is gone.
-        LaunchError: the worker cannot be imported.
+        LaunchError: the worker cannot be imported, or no answer came within `ANSWER_S`.
     """
     message = Request(
         runs=[str(path.resolve()) for path in runs],
@@ -186,9 +189,20 @@ def request(
     )
     connection = socket.socket(socket.AF_UNIX)
     try:
+        connection.settimeout(ANSWER_S)
         connection.connect(server)
         connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(message))}\n".encode())
         answer, rest = _first_message(connection)
+        connection.settimeout(None)
+    except TimeoutError:
+        connection.close()  # ranks that start later find nobody there, and leave
+        raise LaunchError(
+            f"start {world_size} ranks of run {' and '.join(path.name for path in runs)}",
+            found=f"no answer from the fork server within {ANSWER_S:g} s",
+            rule="it forks an agent, which imports the worker, and answers",
+            fix="see if the server is stopped (state T: SIGSTOP, a debugger), if the import of the worker waits for "
+            "something (ranks/agent.log in the run directory), or if the machine has too much to do",
+        ) from None
     except OSError as error:
         connection.close()
         raise ConnectionError(f"no fork server at {server}: {error}") from None

@@ -18,6 +18,7 @@ from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
 from workbench.report import figures, style
+from workbench.report.arms import arm_verdicts
 from workbench.report.controls import SCRIPT_POLICY, controls, pair, script
 from workbench.report.evidence import (
     changed_settings,
@@ -31,6 +32,7 @@ from workbench.report.markup import Markup, breakable, join, style_sheet, table,
 from workbench.report.numbers import NONE, moment, near_one, share, significant
 from workbench.report.online import CAPTION as ONLINE_CAPTION
 from workbench.report.online import online_answer, online_curves, online_groups, online_table
+from workbench.report.score import saved_score, score_note
 from workbench.report.seeds import seeds_by_step, seeds_table
 from workbench.report.style import VERDICT_STYLES, inline_svg
 from workbench.report.summary import (
@@ -42,6 +44,7 @@ from workbench.report.summary import (
     tiles,
     where_it_ran,
 )
+from workbench.sensitivity.record import Sensitivity
 
 CAPTIONS = {
     "gradient_norm_by_step": "L2 norm over all parameters, each counted once, before clipping.",
@@ -82,21 +85,25 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     figure = Path(path).with_name("verdicts.svg")
     if figure.exists():
         write_whole(figure, style.svg_text(figures.verdicts(comparison), outlines=True).encode())
-    return write_whole(Path(path), page(comparison).encode(errors="backslashreplace"))  # half surrogates
+    text = page(comparison, score=saved_score(Path(path).parent))
+    return write_whole(Path(path), text.encode(errors="backslashreplace"))  # half surrogates
 
 
-def page(comparison: Comparison) -> str:
-    """Return the report page as text."""
+def page(comparison: Comparison, *, score: Sensitivity | None = None) -> str:
+    """Return the report page as text, with the mutation score of the comparison, or how to measure it."""
     draw = functools.partial(_figure, comparison)
     broad = BROAD_CAPTION if any(c.against and c.steps for c in comparison.configurations) else ""
     sections: list[tuple[str, Markup]] = []
     if online_groups(comparison):
-        online = join([draw(online_curves), online_table(comparison)])
+        online = join([draw(online_curves), online_table(comparison), arm_verdicts(comparison)])
         sections.append(("Online: reward and mismatch by step", online))
     if first := first_ratio_section(comparison):
         sections.append(("Ratio at step 0", first))
     settings = join([differences(comparison), pair() if len(comparison.configurations) > 1 else None])
-    sections += [("What differs between configurations", settings), ("Verdicts", _verdicts(comparison))]
+    sections += [
+        ("What differs between configurations", settings),
+        ("Verdicts", join([score_note(comparison, score), _verdicts(comparison)])),
+    ]
     if seed_groups(comparison):
         sections.append(("Across seeds", join([seeds_table(comparison), draw(seeds_by_step)])))
     sections += [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 
 import torch
@@ -24,6 +24,8 @@ from workbench.sharding.divisibility import multiples
 from workbench.specs.run import RunSpec
 from workbench.train.rows import in_order, pack_step, plan_row
 
+BELOW_FLOAT64 = 1e-5
+"""Relative changes below it are within the budgets of float32 and below, 3.5 times a rounding error of about 1e-6."""
 SAME = 1e-9
 """Numbers closer than this are the same for a prediction: a thousand times the bar of float64 parity, 1e-12, and a
 thousandth of what a float32 file keeps."""
@@ -37,8 +39,12 @@ class RowFacts:
         documents: in the row; ``trained_documents`` of them have a trained token.
         tokens: trained ones.
         shard_tokens: trained ones on each cp rank.
-        split_documents: trained documents of which several cp ranks have tokens.
+        split_documents: trained documents of which several cp ranks have tokens up to the last trained one, so that
+            its attention spans ranks; ``spread_documents`` those of which they have any tokens.
+        reached: cp ranks with such a token: all those that a gradient comes from.
         torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
+        later_documents: trained documents behind another one.
+        varied_shards: cp ranks whose trained tokens have different advantages.
         padding: tokens of no document.
     """
 
@@ -48,6 +54,10 @@ class RowFacts:
     shard_tokens: tuple[int, ...]
     split_documents: int
     torn_documents: int
+    later_documents: int
+    varied_shards: int
+    reached: frozenset[int]
+    spread_documents: int
     padding: int
 
 
@@ -67,6 +77,12 @@ class StepFacts:
         untrained_with_others: documents without trained tokens whose prompt has others.
         varied_advantages: True if trained tokens have different advantages.
         any_advantage: True if one of them is not zero.
+        misdealt_advantages: True if a trained document is in another place of the rows than of the batch, and the
+            document of that place has another advantage; 0 without a trained token.
+        regrouped_advantages: True if prompts of equal size, one after another, give trained tokens other advantages.
+        own_baselines: True if the baselines and deviations of each row's own documents give other advantages.
+        scaled_advantages: relative change of the advantages if rewards are doubled: 1 for a baseline alone, about half
+            an epsilon where a deviation divides, 0 for recorded ones.
         padded_documents: documents whose length the layout pads.
         in_order: True if rows have the documents in the order of the batch.
         split_groups: prompts whose documents are in several rows.
@@ -86,6 +102,10 @@ class StepFacts:
     untrained_with_others: int
     varied_advantages: bool
     any_advantage: bool
+    misdealt_advantages: bool
+    regrouped_advantages: bool
+    own_baselines: bool
+    scaled_advantages: float
     padded_documents: int
     in_order: bool
     split_groups: int
@@ -107,6 +127,7 @@ class Observed:
 
     Attributes:
         clipped: trained tokens whose gradient the clip removed; ``clipped_below`` of them at the lower bound.
+        ratio_below: highest policy / old policy of a token clipped at the lower bound; 0 without one.
         old_distance: largest |log(policy / old policy)| of a trained token, nats.
         largest_norm: largest global gradient norm.
         finite: False if a loss or a gradient norm was not finite.
@@ -114,6 +135,7 @@ class Observed:
 
     clipped: int
     clipped_below: int
+    ratio_below: float
     old_distance: float
     largest_norm: float
     finite: bool
@@ -142,6 +164,11 @@ class Facts:
     temperature: float
     sinks: bool = False
 
+    @property
+    def resolution(self) -> float:
+        """Relative changes of a gradient that the budgets of the run's precision accept."""
+        return SAME if self.spec.precision == "float64" else BELOW_FLOAT64
+
     def any_step(self, holds: Callable[[StepFacts], bool]) -> bool:
         """True if a step has a property."""
         return any(holds(step) for step in self.steps)
@@ -167,7 +194,7 @@ def _distinct(steps: islice[RolloutBatch]) -> list[RolloutBatch]:
 
 
 def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
-    batch = compute_advantages(batch, spec)
+    rewarded, batch = batch, compute_advantages(batch, spec)
     packed = pack_step(batch, spec)
     numbers = range(batch.num_documents)
     masks = [batch.loss_mask_T[batch.document_ids_T == number] for number in numbers]
@@ -200,6 +227,10 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         ),
         varied_advantages=bool(len(advantages)) and float(advantages.max() - advantages.min()) > SAME,
         any_advantage=bool((advantages.abs() > SAME).any()),
+        misdealt_advantages=_misdealt(flat, masks, [batch.advantages_T[batch.document_ids_T == n] for n in numbers]),
+        regrouped_advantages=_regrouped(rewarded, batch, spec),
+        own_baselines=any(_differs(compute_advantages(row, spec), row) for row in packed),
+        scaled_advantages=_change_if_doubled(rewarded, batch, spec),
         padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
         in_order=flat == sorted(flat),
         split_groups=sum(
@@ -211,6 +242,37 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         least_weight=min(weights),
         largest_weight=max(weights),
     )
+
+
+def _misdealt(order: Sequence[int], masks: Sequence[Tensor], advantages: Sequence[Tensor]) -> bool:
+    """True if a trained document gets another advantage if advantages are dealt to places in the order of arrival."""
+    own = [float(values[mask][-1]) if bool(mask.any()) else 0.0 for values, mask in zip(advantages, masks, strict=True)]
+    return any(bool(masks[number].any()) and abs(own[place] - own[number]) > SAME for place, number in enumerate(order))
+
+
+def _regrouped(rewarded: RolloutBatch, batch: RolloutBatch, spec: RunSpec) -> bool:
+    """True if groups by position, as many as there are prompts, give trained tokens other advantages."""
+    if batch.group_ids_N is None or spec.data.advantages.name == "recorded":
+        return False
+    size = max(batch.num_documents // len(batch.group_ids_N.unique()), 1)
+    placed = replace(rewarded, group_ids_N=torch.arange(batch.num_documents) // size)
+    return _differs(compute_advantages(placed, spec), batch)
+
+
+def _differs(batch: RolloutBatch, other: RolloutBatch) -> bool:
+    """True if a trained token has another advantage."""
+    change_T = batch.advantages_T - other.advantages_T
+    return bool((change_T[other.loss_mask_T].abs() > SAME).any())
+
+
+def _change_if_doubled(rewarded: RolloutBatch, batch: RolloutBatch, spec: RunSpec) -> float:
+    """Relative change of the advantages of trained tokens if all rewards are twice as high; 0 if they are all 0."""
+    if rewarded.rewards_N is None or spec.data.advantages.name == "recorded":
+        return 0.0
+    doubled = compute_advantages(replace(rewarded, rewards_N=2 * rewarded.rewards_N), spec).advantages_T.double()
+    own = batch.advantages_T.double()[batch.loss_mask_T]
+    largest = float(own.abs().max()) if len(own) else 0.0
+    return float((doubled[batch.loss_mask_T] - own).abs().max()) / largest if largest else 0.0
 
 
 def _by_document(batch: RolloutBatch, values: Tensor) -> list[bool]:
@@ -236,12 +298,26 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     trained = [
         int(number) for number in range(row.num_documents) if bool(row.loss_mask_T[row.document_ids_T == number].any())
     ]
-    ranks = [owner_T[row.document_ids_T == number].unique() for number in trained]
+    reached = [_ranks_reached(owner_T, row.document_ids_T == number, targets.loss_mask_T) for number in trained]
+    split = sum(len(ranks) > 1 for ranks in reached)
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
     torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
-    split = sum(len(of_one) > 1 for of_one in ranks)
     padding = int((row.document_ids_T == PADDING).sum())
-    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn, padding)
+    shards = [targets.advantages_T[targets.loss_mask_T & (owner_T == rank)] for rank in range(cp)]
+    varied = sum(bool(len(shard)) and float(shard.max() - shard.min()) > SAME for shard in shards)
+    later = sum(number > 0 for number in trained)
+    spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
+    ranks = frozenset[int]().union(*reached)
+    return RowFacts(
+        row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread, padding
+    )
+
+
+def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:
+    """Ranks with tokens of a document up to its last trained one; ``mask_T`` is that of the next token."""
+    trained = torch.nonzero(mask_T & document_T).squeeze(1)
+    last = int(trained[-1]) if len(trained) else -1
+    return frozenset(owner_T[: last + 1][document_T[: last + 1]].tolist())
 
 
 def _is_torn(owners: Sequence[int]) -> bool:
@@ -271,15 +347,17 @@ def _in_place(groups: Sequence[int]) -> bool:
 def observed(run: RunDirectory) -> Observed:
     """Return what the loss of a finished clean run has met."""
     clipped = below = 0
+    ratio_below = 0.0
     distance, norms, finite = 0.0, [0.0], True
     for number, record in enumerate(run.steps()):
         tokens = run.read_tensors(f"step{number:04d}.tokens")
         trained, out = tokens["trained"], tokens["clipped"] & tokens["trained"]
         log_ratio = tokens["policy_logprobs"].double() - tokens["old_logprobs"].double()
         clipped, below = clipped + int(out.sum()), below + int((out & (log_ratio < 0)).sum())
+        ratio_below = max([ratio_below, *log_ratio[out & (log_ratio < 0)].exp().tolist()])
         if bool(trained.any()):
             distance = max(distance, float(log_ratio[trained].abs().max()))
         values = [record.get(key) for key in ("loss/total/sum", "gradient/norm/global")]
         finite &= all(isinstance(value, float | int) and math.isfinite(value) for value in values)
         norms.append(float(record["gradient/norm/global"] or 0.0))
-    return Observed(clipped, below, distance, max(norms), finite)
+    return Observed(clipped, below, ratio_below, distance, max(norms), finite)

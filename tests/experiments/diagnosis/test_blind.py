@@ -41,8 +41,11 @@ def times_noise(moved):
 
 
 def test_faults_move_the_gradient_by_ten_times_its_noise(folder):
+    measured = folder / "measured.yaml"
+    own = yaml.safe_load(measured.read_text())["faults"] if measured.is_file() else {}
     for fault in yaml.safe_load((folder / "faults.yaml").read_text()):
-        assert times_noise(fault["moved"].get("float32", fault["moved"])) >= 10, fault["id"]
+        moved = own[fault["id"]] if own else fault["moved"]
+        assert times_noise(moved.get("float32", moved)) >= 10, fault["id"]
 
 
 def test_the_readme_and_the_guide_state_the_figures_of_the_newest_set():

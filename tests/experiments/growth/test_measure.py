@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from experiments.growth.measure import disk, exponent, make_runs, many_configurations
+from experiments.growth.measure import disk, exponent, make_runs, many_configurations, measure_long, write_dump
+from workbench.check import check_step
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 
@@ -35,7 +36,8 @@ def test_runs_are_whole(tmp_path):
 
 def test_nothing_that_was_measured_grows_faster_than_linearly():
     record = json.loads(RECORD.read_text())
-    grown = {**record["verbs"], "preparation": record["preparation of a step"]}
+    grown = {**record["verbs"], **record["reading"]["verbs"], "preparation": record["preparation of a step"]}
+    assert len(grown) == 12
     assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()
 
 
@@ -53,3 +55,16 @@ def test_the_report_of_200_configurations_is_within_its_limits():
 def test_repeated_configurations_have_names_of_their_own():
     names = [c.name for c in many_configurations(80).configurations]
     assert len(set(names)) == 80
+
+
+def test_the_dump_that_is_checked_holds_what_a_trainer_computes(tmp_path):
+    write_dump(tmp_path / "right", 3, tokens=4)
+    assert check_step(tmp_path / "right").verdict == "agrees"
+
+
+def test_a_long_comparison_is_read_back_and_its_json_is_small():
+    assert measure_long(3, 8)["rows"] >= 3 * 8
+    record = json.loads(RECORD.read_text())["long comparison"]
+    assert record["columns"]["json_mb"] < 0.1 * record["one JSON"]["json_mb"]
+    assert record["one JSON"]["columns_mb"] == 0
+    assert record["columns"]["load_s"] < record["one JSON"]["load_s"]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sensitivity.drawn import RECORD, drawn, summary
-from workbench.atomic import from_json
+from experiments.sensitivity.drawn import drawn, load_record, predict_again, summary
 
 ROOT = Path(__file__).parents[3]
 GUIDE = ROOT / "docs/guides/what-a-check-can-see.md"
@@ -13,7 +12,8 @@ GUIDE = ROOT / "docs/guides/what-a-check-can-see.md"
 
 @pytest.fixture(scope="module")
 def ablations():
-    return from_json(RECORD.read_text())["ablations"]
+    entries = load_record()["ablations"]
+    return [entry for entry in entries if "refused" not in entry]
 
 
 def test_a_draw_is_the_recorded_one(ablations, tmp_path):
@@ -44,6 +44,18 @@ def test_the_guide_has_the_counts_of_the_record(ablations):
     lower = [entry for entry in ablations if entry["base"]["precision"] == "float32"]
     total = sum(entry["admissible"] for entry in ablations)
     assert f"In {len(ablations)} ablations that were drawn" in text
-    assert f"{wrong(ablations)} of {total} predictions differ" in text
+    assert f"{wrong(ablations)} of {total} predictions differ:" in text
+    first = sum(len(entry["first_disagreements"]) for entry in ablations)
+    assert f"{first} of {total} predictions differed when they were measured" in text
     assert f"{wrong(one)} of them in {len(one)} draws in which one document alone" in text
     assert f"{wrong(lower)} in {len(lower)} draws in float32" in text
+
+
+def test_predictions_of_a_record_are_repeated_from_clean_runs(ablations):
+    entry = next(entry for entry in ablations if entry["number"] == 14)
+    again = predict_again({**entry, "disagreements": ["kept"]}, ROOT)
+    assert {name: result["missing"] for name, result in again["results"].items()} == {
+        name: result["missing"] for name, result in entry["results"].items()
+    }
+    assert again["first_disagreements"] == entry["first_disagreements"]
+    assert again["disagreements"] == entry["disagreements"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers import watched_worker
+from workbench.errors import LaunchError
 from workbench.launch import processes
 from workbench.launch.failure_analysis import record_end
 from workbench.records.directory import RunDirectory
@@ -212,3 +214,35 @@ def test_forked_ranks_leave_with_the_process_of_their_torchx_job(tmp_path, numbe
         assert process.wait(timeout=60) != 0
         _, alive = psutil.wait_procs([agent, *ranks], timeout=60)
         assert alive == []
+
+
+def test_a_job_that_waits_for_its_fork_server_can_be_cancelled(tmp_path):
+    run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(steps=3))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "forks"))
+        listener.listen()
+        environment = os.environ | {"WB_FORK_SERVER": str(tmp_path / "forks"), "PYTHONPATH": str(project_root())}
+        words = ["--nproc-per-node", "1", "-m", "tests.helpers.acting_worker", str(run.path)]
+        process = subprocess.Popen([sys.executable, "-m", "workbench.launch.agent", *words], env=environment)
+        try:
+            listener.settimeout(60)
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.recv(1)  # the request: now it waits for the answer
+                process.terminate()
+                assert process.wait(timeout=20) == -signal.SIGTERM
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_server_that_never_answers_fails_the_run_and_not_the_launcher(tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(steps=3))
+    monkeypatch.setattr(processes, "ANSWER_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "forks"))
+        listener.listen()
+        with pytest.raises(LaunchError, match=r"(?s)no answer from the fork server within 0\.2 s.*state T"):
+            processes.request(
+                str(tmp_path / "forks"), [run.path], 1, {"PYTHONPATH": ""}, tmp_path, "tests.helpers.acting_worker"
+            )

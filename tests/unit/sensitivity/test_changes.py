@@ -6,7 +6,7 @@ from tests.unit.sensitivity.test_facts import batch
 from workbench.errors import SpecError
 from workbench.records.provenance import project_root
 from workbench.rollouts.files import load
-from workbench.sensitivity import needs
+from workbench.sensitivity import data_needs, layout_needs, loss_needs, needs
 from workbench.sensitivity.changes import ALONE, DATA, SETTINGS, changed, small_dataset
 from workbench.sensitivity.facts import step_facts
 from workbench.specs.run import RunSpec
@@ -20,7 +20,9 @@ def facts(rollouts, **settings):
 
 
 def test_every_change_that_a_need_names_exists():
-    named = {each.change for each in vars(needs).values() if isinstance(each, needs.Need) and each.change}
+    modules = (layout_needs, data_needs, loss_needs)
+    every = [each for module in modules for each in vars(module).values() if isinstance(each, needs.Need)]
+    named = {each.change for each in every if each.change}
     named |= {need.change for of_fault in needs.NEEDS.values() for need in of_fault if need.change}
     assert len(named) > 20
     assert named <= set(SETTINGS) | set(DATA)

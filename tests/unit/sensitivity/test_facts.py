@@ -1,5 +1,8 @@
 """Facts of steps, rows and clean runs."""
 
+import math
+
+import pytest
 import torch
 
 from workbench.records.directory import RunDirectory
@@ -98,4 +101,49 @@ def test_what_a_clean_run_has_met(tmp_path):
             "old_logprobs": torch.zeros(3, dtype=torch.float64),
         }
         run.write_tensors(f"step{number:04d}.tokens", tokens)
-    assert observed(run) == Observed(clipped=2, clipped_below=1, old_distance=0.5, largest_norm=3.0, finite=True)
+    below = pytest.approx(math.exp(-0.5))
+    assert observed(run) == Observed(2, 1, ratio_below=below, old_distance=0.5, largest_norm=3.0, finite=True)
+
+
+def test_a_document_is_split_where_its_trained_tokens_reach_and_spread_where_any_token_lies():
+    settings = {"layout": {"cp": 2}}
+    (row,) = facts(batch([0, 1, 1, 0, 0, 0, 0, 0]), **settings).rows
+    assert (row.split_documents, row.spread_documents, row.reached, row.later_documents) == (0, 1, {0}, 0)
+    (row,) = facts(batch([0, 1, 0, 0, 0, 0, 0, 1]), **settings).rows
+    assert (row.split_documents, row.spread_documents, row.reached) == (1, 1, {0, 1})
+    (row,) = facts(batch([0, 0, 0, 0], [0, 0, 1, 1]), **settings).rows
+    assert (row.split_documents, row.reached, row.later_documents) == (0, {1}, 1)
+
+
+def test_advantages_of_a_rank_vary_by_documents_that_it_trains():
+    first, second = [0, 1, 1, 1], [0, 1, 1, 1]
+    (row,) = facts(batch(first, second), layout={"cp": 2}).rows
+    assert row.varied_shards == 0, "a document a rank"
+    (row,) = facts(batch(first, second)).rows
+    assert row.varied_shards == 1
+
+
+def rewarded(*rewards, groups):
+    documents = [
+        {"tokens": [3, 3], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [0.0, -1.0]}
+        | {"group_id": group, "reward": reward}
+        for group, reward in zip(groups, rewards, strict=True)
+    ]
+    return RolloutBatch.from_documents(documents)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("rloo", 1.0, 1.0), ("grpo", 1e-6, 1e-3), ("recorded", 0.0, 0.0)])
+def test_twice_the_rewards_change_advantages_that_no_deviation_divides(name, least, most):
+    step = facts(rewarded(0.0, 1.0, 1.0, 3.0, groups=[0, 0, 1, 1]), data={"advantages": {"name": name}})
+    assert least <= step.scaled_advantages <= most
+
+
+def test_groups_by_position_and_baselines_of_rows_are_other_advantages():
+    grpo = {"data": {"advantages": {"name": "grpo"}}}
+    mixed, equal = rewarded(0.0, 0.0, 1.0, 1.0, groups=[0, 1, 0, 1]), rewarded(1.0, 1.0, 1.0, 1.0, groups=[0, 1, 0, 1])
+    assert facts(mixed, **grpo).regrouped_advantages
+    assert not facts(equal, **grpo).regrouped_advantages
+    in_rows = {"data": {"advantages": {"name": "grpo"}, "micro_batches": 2}}
+    assert facts(rewarded(0.0, 1.0, 1.0, 0.0, groups=[0, 0, 0, 0]), **in_rows).own_baselines
+    assert not facts(equal, **in_rows).own_baselines
+    assert not facts(mixed, **grpo).own_baselines, "one row"

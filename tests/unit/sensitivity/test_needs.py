@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.planted_faults import BASE, documents
 from workbench.faults import fault_names, load_fault
-from workbench.sensitivity import needs
+from workbench.sensitivity import loss_needs, needs
 from workbench.sensitivity.facts import Facts, Observed, step_facts
 from workbench.sensitivity.needs import GRADIENT, NEEDS, missing_needs, needs_of
 from workbench.specs.reading import merge
@@ -17,7 +17,14 @@ HIDING = [name for name in GRADIENTS if load_fault(name).hidden_in is not None]
 def facts(settings, **observed):
     spec = RunSpec.model_validate(settings)
     batch = documents(spec)
-    met = {"clipped": 3, "clipped_below": 2, "old_distance": 0.4, "largest_norm": 2.0, "finite": True} | observed
+    met = {
+        "clipped": 3,
+        "clipped_below": 2,
+        "ratio_below": 0.7,
+        "old_distance": 0.4,
+        "largest_norm": 2.0,
+        "finite": True,
+    } | observed
     source = spec.model.source
     experts = 0 if source == "tiny-qwen3" else 4
     temperature = spec.policy.temperature or 1.0
@@ -85,4 +92,4 @@ def test_an_unlisted_fault_is_hidden_in_the_settings_that_it_declares(monkeypatc
 def test_a_wrong_entropy_shows_where_the_loss_has_a_bonus(name):
     with_bonus = merge(shown(name), {"loss": {"entropy_coefficient": 0.1}})
     assert missing_needs(load_fault(name), facts(with_bonus)) == ()
-    assert needs.ENTROPY in missing_needs(load_fault(name), facts(shown(name)))
+    assert loss_needs.ENTROPY in missing_needs(load_fault(name), facts(shown(name)))
