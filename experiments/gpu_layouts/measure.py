@@ -69,7 +69,6 @@ class Truth(_Model):
 
     precision: Literal["float32", "float64"]
     row_tokens: int
-    checkpointing: bool = False
 
 
 class Workload(_Model):
@@ -337,8 +336,7 @@ class Rank:
         _save_model(self.plan, self.folder / "model")
         mesh = single_process_mesh(self.device)
         for name, workload in self.plan.workloads.items():
-            how = LayoutSpec(kernel="plain", checkpointing=workload.truth.checkpointing)
-            spec = self.spec(workload, how, truth=True)
+            spec = self.spec(workload, LayoutSpec(kernel="plain"), truth=True)
             policy, _ = self.policy(spec, mesh)
             perturb(policy.model, self.plan.old_policy)
             drawn = draw_rollouts(workload, self.plan)

@@ -51,7 +51,7 @@ class _Options:
     force: _Switch = False
     """Run changed configurations again, next to their old runs, instead of raising an error."""
     detached: _Switch = False
-    """Return at once: a process of its own launches, compares and reports, also after this terminal is gone."""
+    """Return at once: another process launches and reports, also after this terminal is gone."""
     dry_run: _Switch = False
     """Print every job's request alone."""
     per_job: int | None = None

@@ -101,7 +101,9 @@ def shard_parameters(
     experts = expert_modules(root) if several else {}
     edp = mesh["edp"] if mesh["edp"].group is not None or not several else alone_on(mesh["edp"])
     over_edp = [(module, edp) for module in experts.values()]
-    for module, axis in (*over_edp, *((unit, mesh["shard"]) for unit in units), (root, mesh["shard"])):
+    copies = mesh["replica"].group is not None
+    own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
+    for module, axis in (*over_edp, *((unit, own) for unit in units), (root, own)):
         device_mesh = device_mesh_of(axis, mesh.device.type)
         sharded: Any = fully_shard(
             module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False if keep_gathered else None
@@ -112,7 +114,7 @@ def shard_parameters(
             sharded.set_reshard_after_backward(False, recurse=False)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
         sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
-        if mesh["replica"].group is not None:
+        if copies:
             sharded.set_all_reduce_hook(functools.partial(_sum_copies, axis=mesh["replica"]))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
