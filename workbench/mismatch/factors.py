@@ -23,6 +23,13 @@ from workbench.mismatch.tokenisation import respelled
 
 TINY = 1e-6
 """Nats below which two log-probabilities count as the same in a score: rounding of float32 near 10 nats."""
+SIGNS = 4.0
+"""Standard errors, over tokens, by which a gain has to differ from 0: 300 switches are tried, in rows of tokens that
+are not independent."""
+ALIKE = 0.05
+"""Mean log distance, 5 %, by which two values of a setting may differ and count as one."""
+SAMPLING = ("temperature", "truncation", "log-probability mode")
+"""Factors that can give the same values: the drawn tokens decide between them."""
 OWN_GAIN = 2.0
 """Mean log distance that a document's own reading of its prompt gains: a factor of seven."""
 FITTED = 512
@@ -99,6 +106,17 @@ def score(column_T: Tensor, recorded_T: Tensor, counted_T: Tensor) -> float:
     """Mean log distance over compared tokens: log nats, the smaller the nearer."""
     mean = torch.nanmean(distance(column_T, recorded_T, counted_T))
     return float(mean) if mean.isfinite() else float("inf")
+
+
+def as_near(other_T: Tensor, best_T: Tensor) -> bool:
+    """True if log distances are no larger than the best ones, beyond `ALIKE` and chance.
+
+    The best of many values of a continuous setting hits some tokens by chance, and each hit counts for many others.
+    """
+    gain_T = (other_T - best_T)[other_T.isfinite() & best_T.isfinite()]
+    if not len(gain_T):
+        return False
+    return float(gain_T.mean()) <= ALIKE or float(gain_T.sum()) <= SIGNS * float(gain_T.square().sum().sqrt())
 
 
 def _values(factor: str, field: str, values: object, label: str, now: object) -> Iterator[Switch]:
@@ -300,7 +318,7 @@ def fitted_temperature(state: State) -> float | None:
     logits_TV, tokens_T, recorded_T = sample
     now = state.configuration
 
-    def off(temperature: float) -> float:
+    def distances(temperature: float) -> Tensor:
         from workbench.mismatch.quantities import recorded_quantity
 
         column_T = recorded_quantity(
@@ -310,7 +328,10 @@ def fitted_temperature(state: State) -> float | None:
             sampling=now.sampling,
             logprobs=now.logprobs,
         )
-        return float(torch.log(TINY + (column_T - recorded_T).abs()).mean())
+        return torch.log(TINY + (column_T - recorded_T).abs())
+
+    def off(temperature: float) -> float:
+        return float(distances(temperature).mean())
 
     low, high = 0.1, 10.0
     best = now.temperature
@@ -319,10 +340,10 @@ def fitted_temperature(state: State) -> float | None:
         best = min(grid, key=off)
         at = grid.index(best)
         low, high = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
-    reached = off(best)
+    reached_T = distances(best)
     for digits in (1, 2, 3, 4):
         rounded = float(f"{best:.{digits}g}")
-        if off(rounded) <= reached + 0.05:
+        if as_near(distances(rounded), reached_T):
             return rounded
     return best
 

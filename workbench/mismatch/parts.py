@@ -21,7 +21,7 @@ from workbench.mismatch.alarm import calibrate
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.documents import read_documents
-from workbench.mismatch.factors import BY_NAME, FACTORS, Factor, Switch
+from workbench.mismatch.factors import BY_NAME, FACTORS, SAMPLING, Factor, Switch
 from workbench.mismatch.floor import Floor, measure_floor
 from workbench.mismatch.likelihood import DECISIVE, evidence
 from workbench.mismatch.sampled import explain_sampled
@@ -30,10 +30,10 @@ from workbench.mismatch.settings import Sampler, Trainer
 from workbench.mismatch.verdict import Attribution, Part, Verdict, summary
 from workbench.rollouts.vocabulary import read_vocabulary
 
+EVEN = 0.7
+"""Nats of log-likelihood, odds of 2 to 1, below which the drawn tokens are silent and the nearer switch stays."""
 SCALE_DRAWS = 2
 """Draws of the floor before the search, which needs its size alone."""
-SAMPLING = ("temperature", "truncation", "log-probability mode")
-"""Factors between which the drawn tokens decide."""
 
 
 def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str) -> Attribution:
@@ -142,8 +142,8 @@ def _decided(computation: Computation, stated: Configuration, explanation: Expla
             first, second = (configured(stated, [*rest, one]) for one in (chosen, rival))
             odds = evidence(computation, first, second)
             if abs(odds) < DECISIVE:
-                undecided.append(rival if odds >= 0 else chosen)
-            if odds < 0:
+                undecided.append(rival if odds >= -EVEN else chosen)
+            if odds < -EVEN:
                 switches[switches.index(chosen)], chosen = rival, rival
         rivals.append((chosen, tuple(undecided)))
     column_T = computation.assembled(stated, switches)

@@ -18,7 +18,19 @@ from torch import Tensor
 
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
-from workbench.mismatch.factors import BY_NAME, FACTORS, TINY, State, Switch, distance, score
+from workbench.mismatch.factors import (
+    ALIKE,
+    BY_NAME,
+    FACTORS,
+    SAMPLING,
+    SIGNS,
+    TINY,
+    State,
+    Switch,
+    as_near,
+    distance,
+    score,
+)
 
 DEPTH = 3
 """Factors that are switched at once."""
@@ -27,9 +39,6 @@ WIDTH = 4
 GAIN = 0.6
 """Mean log distance that a switch has to gain. Another, independent rounding of the same numbers at most halves the
 variance of the distance, and gains log(2) / 2 = 0.35; `experiments/attribution` has the false alarms of clean runs."""
-SIGNS = 4.0
-"""Standard errors, over tokens, by which the gain has to differ from 0: 300 switches are tried, in rows of tokens that
-are not independent."""
 EXACT = 3 * TINY
 """Nats below which a median distance cannot get any nearer."""
 ROUNDING = ("head precision", "trunk precision", "attention kernel", "FP8", "routes", "LoRA merge")
@@ -316,11 +325,14 @@ def _rivals(
 ) -> tuple[Switch, ...]:
     """Switches of other factors that come as near in the place of one that was taken."""
     rest = {(one.factor, one.changes) for one in best.switches if one is not switch}
-    rivals = []
+    best_T, rivals = distance(best.column_T, recorded_T, counted_T), []
     for state in everything:
         others = [one for one in state.switches if (one.factor, one.changes) not in rest]
         if len(state.switches) == len(best.switches) and len(others) == 1 and others[0].factor != switch.factor:
             apart = (state.column_T - best.column_T).abs()[counted_T]
-            if state.score <= best.score + 0.05 or float(apart.nan_to_num(torch.inf).max()) <= 4 * TINY:
+            near = state.score <= best.score + ALIKE or float(apart.nan_to_num(torch.inf).max()) <= 4 * TINY
+            if switch.factor in SAMPLING and others[0].factor in SAMPLING:  # they move all tokens: chance is judged
+                near = near or as_near(distance(state.column_T, recorded_T, counted_T), best_T)
+            if near:
                 rivals.append(others[0])
     return tuple(dict.fromkeys(rivals))

@@ -3,7 +3,16 @@ import torch
 
 from tests.helpers.gaps import computation, recorded, records
 from workbench.mismatch.configuration import Configuration
-from workbench.mismatch.factors import BY_NAME, FACTORS, State, distance, fitted_temperature, fitted_truncation, score
+from workbench.mismatch.factors import (
+    BY_NAME,
+    FACTORS,
+    State,
+    as_near,
+    distance,
+    fitted_temperature,
+    fitted_truncation,
+    score,
+)
 
 
 def state(own, configuration, values_T=None):
@@ -48,3 +57,23 @@ def test_distance_is_floored_and_leaves_out_what_has_no_value():
     assert distance(column_T, nothing, counted_T).isnan().tolist() == [False, False, True]
     assert score(column_T, nothing, torch.tensor([True, False, True])) == pytest.approx(-13.8, abs=0.1)
     assert score(column_T, nothing, torch.tensor([False, False, True])) == float("inf")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_temperature_in_noise_has_no_more_digits_than_the_noise_leaves(seed):
+    """The best of many temperatures hits single tokens: 1.0103 was fitted to 96 of them, and told as a cause."""
+    own = computation(records(temperature=1.0))
+    generator = torch.Generator().manual_seed(seed)
+    values_T = own.column(Configuration())
+    noisy_T = values_T + 0.014 * torch.randn(values_T.shape, generator=generator, dtype=torch.float64)
+    assert fitted_temperature(state(own, Configuration(temperature=0.8), noisy_T)) == 1.0
+
+
+def test_a_distance_is_as_near_within_five_per_cent_or_within_chance():
+    best_T = torch.zeros(100)
+    assert as_near(best_T + 0.04, best_T)
+    assert not as_near(best_T + 0.06, best_T)
+    hits_T = torch.zeros(100)
+    hits_T[:3] = 9.0  # three tokens that the best one hits by chance
+    assert as_near(hits_T, best_T)
+    assert not as_near(torch.full((100,), torch.nan), best_T)
