@@ -889,7 +889,7 @@ def cpu_step() -> str:
 
 
 def growth() -> str:
-    """How the cost of verbs grows with what they read."""
+    """Growth of the cost of verbs with what they read."""
     record = _record("growth/growth.json")
     return _section(
         "Growth",
@@ -903,7 +903,7 @@ def growth() -> str:
 
 
 def chaos() -> str:
-    """What campaigns of chaos tried."""
+    """Trials of the campaigns of chaos."""
     record = _record("chaos/record.json")
     return _section(
         "Chaos",

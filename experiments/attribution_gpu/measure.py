@@ -102,7 +102,7 @@ class Sides:
         return Engine(self.half if model is None else model, **{"temperature": TEMPERATURE, **settings})
 
     def records(self, engine: Engine) -> list[dict[str, Any]]:
-        """What a sampler recorded."""
+        """Records of a sampler."""
         drawn = engine.draw(self.rows, self.tokens, 3)
         return [
             {"prompt_ids": row, "completion_ids": ids, "sampler_logprobs": nats}

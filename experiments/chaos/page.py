@@ -37,7 +37,7 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """What was run, and what failed."""
+    """Runs that were tried, and failures."""
     campaigns = record["campaigns"]
     minutes = sum(campaign["minutes"] for campaign in campaigns)
     failures = [failure["kind"] for campaign in campaigns for failure in campaign["failures"]]

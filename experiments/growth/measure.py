@@ -1,4 +1,4 @@
-"""How cost grows: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
+"""Growth of cost: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
 python experiments/growth/measure.py            writes growth.json next to it
 python experiments/growth/measure.py report     measures that part alone: verbs, reading, long, preparation or report

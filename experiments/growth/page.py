@@ -1,4 +1,4 @@
-"""How cost grows, as a section of docs/benchmarks.md."""
+"""Growth of cost, as a section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
 
 
 def long_comparison(record: Mapping[str, Any]) -> str:
-    """What columns save."""
-    found = record["long comparison"]
-    columns, whole = found["columns"], found["one JSON"]
+    """Return what columns save."""
+    long = record["long comparison"]
+    columns, whole = long["columns"], long["one JSON"]
     return (
-        f"A comparison of {found['configurations']} configurations with {found['rows']:,} rows of steps and parameters "
+        f"A comparison of {long['configurations']} configurations with {long['rows']:,} rows of steps and parameters "
         f"is a JSON of {columns['json_mb']:.1f} MB and columns of {columns['columns_mb']:.0f} MB, saved in "
         f"{columns['save_s']:.0f} s and read in {columns['load_s']:.0f} s; as one JSON it would be "
         f"{whole['json_mb']:.0f} MB, {whole['save_s']:.0f} s and {whole['load_s']:.0f} s."

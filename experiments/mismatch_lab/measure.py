@@ -155,7 +155,7 @@ def recorded_gap(folder: Path) -> RolloutBatch:
 
 
 def gap_rows(batch: RolloutBatch) -> list[dict[str, Any]]:
-    """What each correction does to the credit of the tokens of one batch, at the first update on it."""
+    """Effect of each correction on the credit of the tokens of one batch, at the first update on it."""
     specs = {name: RunSpec.model_validate(merge(DENSE, settings)).loss for name, settings in CORRECTIONS.items()}
     credits = {name: token_credit(batch, spec) for name, spec in specs.items()}
     return [

@@ -149,8 +149,8 @@ def _logprobs_stage(dump: StepDump, truth: _Truth) -> tuple[Stage, tuple[Cause, 
         numbers = float(recorded_T[at]), float(expected_T[at]), float(bound_T[at])
         mismatches.append(Mismatch(name, *numbers, at, count, int(mask_T.sum())))
         if len(mismatches) == 1:
-            found = _causes_of_logprobs(dump, truth, name, differ_T)
-            causes = [Cause(kind, text, (LOGPROBABILITIES,), (), LOGPROBABILITIES) for kind, text in found]
+            explanations = _causes_of_logprobs(dump, truth, name, differ_T)
+            causes = [Cause(kind, text, (LOGPROBABILITIES,), (), LOGPROBABILITIES) for kind, text in explanations]
         text = "recorded {:.9g}, the model {:.9g} (tolerance {:.2g})".format(*numbers)
         places.append(f"{name} at {dump.place(at)}: {text}")
         places.append(f"{count} of {int(mask_T.sum())} tokens differ{named_set(dump, differ_T)}")
@@ -213,11 +213,11 @@ def _temperature(dump: StepDump, truth: _Truth, recorded_T: Tensor) -> str | Non
         divided_T = (one_T if temperature == 1 else head.logprobs(temperature)) / own
         if own != 1 and bool(((recorded_T - divided_T).abs() <= bound_T / min(own, 1.0))[mask_T].all()):
             return f"are log-probabilities {text}, divided by {own:g}: a temperature divides logits"
-    found = _fit_temperature(head, recorded_T)
-    for temperature in (1.0, float(f"{found:.3g}"), found):
+    fitted = _fit_temperature(head, recorded_T)
+    for temperature in (1.0, float(f"{fitted:.3g}"), fitted):
         column_T = head.logprobs(temperature)
         # a fitted value is known to the root of float64's rounding
-        slack_T = bound_T + (1e-6 * (1 + column_T.abs()) if temperature == found else 0.0)
+        slack_T = bound_T + (1e-6 * (1 + column_T.abs()) if temperature == fitted else 0.0)
         if abs(temperature / own - 1) > NEAR and bool(((recorded_T - column_T).abs() <= slack_T)[mask_T].all()):
             missing = ": the division of logits is missing" if temperature == 1 else ""
             return f"are at temperature {temperature:.6g}, not at the stated {own:g}{missing}"

@@ -79,7 +79,7 @@ def _against_ids(result: StepCheck, dump: StepDump, vocabulary: Sequence[str] | 
 
 
 def _against_texts(result: StepCheck, dump: StepDump, vocabulary: Sequence[str]) -> StepCheck:
-    found: list[tuple[int, int, str]] = []
+    differences: list[tuple[int, int, str]] = []
     total = 0
     for number, at_T, own in _completions(dump):
         pieces, text = decoded(own, vocabulary), dump.texts[number]
@@ -89,25 +89,29 @@ def _against_texts(result: StepCheck, dump: StepDump, vocabulary: Sequence[str])
             if text[done : done + len(piece)] != piece:
                 if done == len(text) and not bool(dump.loss_mask_T[at_T[token:]].any()):
                     break  # padding, or an end of sequence that the text does not show
-                found.append((number, int(at_T[token]), f"{piece!r}, where the text has {text[done : done + 12]!r}"))
+                differences.append(
+                    (number, int(at_T[token]), f"{piece!r}, where the text has {text[done : done + 12]!r}")
+                )
                 break
             done += len(piece)
         else:
             if done < len(text):
-                found.append(
+                differences.append(
                     (number, int(at_T[-1]), f"the last token, where the text goes on with {text[done:][:12]!r}")
                 )
     open_ = ("tokens: if the engine split the text into the same ids; only its text was recorded",)
-    if not found:
+    if not differences:
         return _first(result, Stage(TOKENS, "agrees", ("texts",)), (), (), open_)
-    documents = [number for number, _, _ in found]
-    at = found[0][1]
-    mismatch = Mismatch("token_ids", float(dump.tokens["token_ids"][at]), float("nan"), 0.0, at, len(found), total)
+    documents = [number for number, _, _ in differences]
+    at = differences[0][1]
+    mismatch = Mismatch(
+        "token_ids", float(dump.tokens["token_ids"][at]), float("nan"), 0.0, at, len(differences), total
+    )
     text = (
         f"the trainer's tokens of document{'s' * (len(documents) > 1)} {listed(documents, 6)} are not the text that "
         "the engine returned"
     )
-    places = tuple(f"token_ids at {dump.place(place)}: {what}" for _, place, what in found[:SHOWN])
+    places = tuple(f"token_ids at {dump.place(place)}: {what}" for _, place, what in differences[:SHOWN])
     stage = Stage(TOKENS, "differs", ("texts",), (mismatch,))
     return _first(result, stage, (Cause("retokenised", text, (TOKENS,), (), TOKENS),), places, open_)
 

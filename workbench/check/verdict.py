@@ -58,7 +58,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class OfModel:
-    """What the step's checkpoint gives.
+    """Values that the step's checkpoint gives.
 
     Attributes:
         model: the checkpoint.

@@ -317,7 +317,7 @@ class Comparison:
             files = {"tables": {name: columnar.write_table(path, name, table) for name, table in tables.items()}}
         # in the order in memory: a page shows settings in this order
         write_whole(path, to_json(vars(self) | {"configurations": configurations} | files, indent=None))
-        columnar.forget_tables(path, [said["file"] for said in files.get("tables", {}).values()])
+        columnar.forget_tables(path, [saved["file"] for saved in files.get("tables", {}).values()])
 
     @classmethod
     def load(cls, path: Path | str) -> Comparison:

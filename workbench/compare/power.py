@@ -224,8 +224,8 @@ def smallest_effect(seeds: int, level: float = LEVEL, power: float = POWER) -> f
     if seeds < least_seeds(level):
         return math.inf
     if seeds > SIMULATED:
-        upper, wanted = _quantiles(level, power)
-        return (upper + wanted) / math.sqrt(seeds - upper**2 / 2)
+        upper, reached = _quantiles(level, power)
+        return (upper + reached) / math.sqrt(seeds - upper**2 / 2)
     generator = torch.Generator().manual_seed(seeds)
     draws_SD = torch.randn(seeds, DRAWS, generator=generator, dtype=torch.float64)
     members_AS = _subsets(seeds)
@@ -237,9 +237,9 @@ def smallest_effect(seeds: int, level: float = LEVEL, power: float = POWER) -> f
 
 def smallest_effect_unpaired(seeds: int, level: float = LEVEL, power: float = POWER) -> float:
     """Return the smallest difference of two arms of unlike seeds that a t test sees, in deviations of a difference."""
-    upper, wanted = _quantiles(level, power)
+    upper, reached = _quantiles(level, power)
     rest = seeds - upper**2 / 4
-    return (upper + wanted) / math.sqrt(rest) if rest > 0 else math.inf
+    return (upper + reached) / math.sqrt(rest) if rest > 0 else math.inf
 
 
 def seeds_needed(effect: float, level: float = LEVEL, power: float = POWER) -> int:
@@ -250,8 +250,8 @@ def seeds_needed(effect: float, level: float = LEVEL, power: float = POWER) -> i
         (15, 51)
     """
     _positive(effect)
-    upper, wanted = _quantiles(level, power)
-    formula = max(least_seeds(level), _ceil(((upper + wanted) / effect) ** 2 + upper**2 / 2))
+    upper, reached = _quantiles(level, power)
+    formula = max(least_seeds(level), _ceil(((upper + reached) / effect) ** 2 + upper**2 / 2))
     simulated = range(formula, SIMULATED + 1)  # flips of few seeds need as many as a t test, or more
     enough = (seeds for seeds in simulated if smallest_effect(seeds, level, power) <= effect)
     return next(enough, max(formula, SIMULATED + 1))
@@ -260,8 +260,8 @@ def seeds_needed(effect: float, level: float = LEVEL, power: float = POWER) -> i
 def seeds_needed_unpaired(effect: float, level: float = LEVEL, power: float = POWER) -> int:
     """Return the seeds of each arm that see an effect, which is in deviations of a difference of unlike seeds."""
     _positive(effect)
-    upper, wanted = _quantiles(level, power)
-    return max(2, _ceil(((upper + wanted) / effect) ** 2 + upper**2 / 4))
+    upper, reached = _quantiles(level, power)
+    return max(2, _ceil(((upper + reached) / effect) ** 2 + upper**2 / 4))
 
 
 # ---- parts -----------------------------------------------------------------------------------------------

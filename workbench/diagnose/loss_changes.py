@@ -32,7 +32,7 @@ CHANCE = 0.02
 
 
 class Change(NamedTuple):
-    """What moves the values of tokens.
+    """A part of the loss that moves the values of tokens.
 
     Attributes:
         kind: "term", "correction", "ratio", "clip", "ids", "lengths" or "documents".

@@ -32,7 +32,7 @@ class LossFacts(TokenFacts):
 
     @cached_property
     def loss_change(self) -> Change | None:
-        """What explains how noted values of the loss moved, from inputs that are the same; None if nothing does."""
+        """The part that moved noted values of the loss, from inputs that are the same; None if none explains it."""
         others = ("advantages", "ref_logprobs", "sampler_logprobs", "ratios")
         if self.token_losses_same is not False or False in (self.forward_same, self.old_same):
             return None

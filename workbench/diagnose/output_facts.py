@@ -331,13 +331,13 @@ class OutputFacts:
             return bool(several) and all(spread([ratio / n for n, ratio in each]) <= 4 * self.bar for each in several)
         if any(spread([ratio for _, ratio in each]) > 2 * self.bar for each in pieces.values()):
             return False
-        found = [(len(each) if of_rows else sum(n for n, _ in each), each[0][1]) for each in pieces.values()]
+        sizes_and_ratios = [(len(each) if of_rows else sum(n for n, _ in each), each[0][1]) for each in pieces.values()]
         if kind == "rank":
-            found = grouped(found, self.bar)
-            if len(found) >= len(pieces):
+            sizes_and_ratios = grouped(sizes_and_ratios, self.bar)
+            if len(sizes_and_ratios) >= len(pieces):
                 return False
-        products = [n * ratio for n, ratio in found]
-        return len({n for n, _ in found}) > 1 and spread(products) <= 4 * self.bar
+        products = [n * ratio for n, ratio in sizes_and_ratios]
+        return len({n for n, _ in sizes_and_ratios}) > 1 and spread(products) <= 4 * self.bar
 
     def sums_means(self, *, of_rows: bool) -> bool:
         """True if calls of n predictions, or rows, weigh N / n, with N those of the step: means that are added."""

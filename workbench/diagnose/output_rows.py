@@ -69,10 +69,10 @@ def spread(values: Sequence[float]) -> float:
     return max(values) / min(values) - 1 if min(values) > 0 else math.inf
 
 
-def grouped(found: Sequence[tuple[int, float]], bar: float) -> list[tuple[int, float]]:
+def grouped(pieces: Sequence[tuple[int, float]], bar: float) -> list[tuple[int, float]]:
     """Pieces of one ratio, put together."""
     groups: list[tuple[int, float]] = []
-    for n, ratio in sorted(found, key=lambda each: each[1]):
+    for n, ratio in sorted(pieces, key=lambda each: each[1]):
         if groups and abs(ratio / groups[-1][1] - 1) <= 2 * bar:
             groups[-1] = (groups[-1][0] + n, groups[-1][1])
         else:

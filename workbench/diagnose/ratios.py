@@ -35,14 +35,14 @@ def kinds_of_ratios(step: RecordedStep) -> set[str]:
 
 def _over_other_counts(noted: Tensor, kinds: Mapping[str, Tensor]) -> set[str]:
     """Kinds whose sum over each document gives its noted log ratio when divided by a whole number."""
-    found = set()
+    descriptions = set()
     for kind, sums in kinds.items():
         telling = noted.abs() > NEAR_1
         counts = sums[telling] / noted[telling]
         whole_numbers = ((counts - counts.round()).abs() <= WHOLE) & (counts.round() >= 1)
         if "multiplied" in kind and len(counts) and bool(whole_numbers.all()):
-            found.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
-    return found
+            descriptions.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
+    return descriptions
 
 
 def _listed_counts(counts: Tensor) -> str:

@@ -84,7 +84,7 @@ def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form
     terms = [each[here] for each in _penalties_and_entropy(tokens)]
     combinations = list(_combinations(tokens))
     forms = iter(_surrogates(tokens, context))
-    found: list[Form] = []
+    exact_forms: list[Form] = []
     while several := list(itertools.islice(forms, TOGETHER)):
         left = torch.stack([noted - values[here] for _, values in several])
         margins = torch.stack([5 * MARGIN * values[trained].abs().mean() + 1e-9 for _, values in several])
@@ -92,14 +92,14 @@ def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form
         fits = [_fits(torch.stack([terms[at] for at in chosen], 1), left, margins) for _, _, chosen in combinations]
         for at, (form, _) in enumerate(several):
             if exact[at]:
-                found.append(form)
+                exact_forms.append(form)
                 continue
             for (kind, bonus, chosen), near in zip(combinations, fits, strict=True):
                 columns = torch.stack([terms[each] for each in chosen], 1)
                 fitted = _fitted(columns, left[at], float(margins[at])) if near[at] else None
                 if fitted is not None:
-                    found.append(_with(form, kind, bonus, fitted))
-    return found
+                    exact_forms.append(_with(form, kind, bonus, fitted))
+    return exact_forms
 
 
 def _penalties_and_entropy(tokens: Mapping[str, Tensor]) -> list[Tensor]:

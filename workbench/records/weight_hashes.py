@@ -116,7 +116,7 @@ class HashLedger:
         return [WeightDifference(n, self._how(version, n, sampler), expected.get(n), sampler.get(n)) for n in differing]
 
     def _how(self, version: int, name: str, sampler: Mapping[str, str]) -> str:
-        """What the sampler has in place of a tensor: of several explanations that of the newest version."""
+        """Return what the sampler has in place of a tensor: of several explanations that of the newest version."""
         if name not in sampler:
             return "absent in the sampler"
         if name not in self.versions[version][EXACT]:

@@ -42,7 +42,7 @@ LONG = Need("documents of one trained token", lambda f: f.any_step(lambda s: max
 
 
 def _counted(row: RowFacts, denominator: str) -> int:
-    """What a denominator counts in a row."""
+    """Number that a denominator counts in a row."""
     return {"token": row.tokens, "constant": row.documents}.get(denominator, row.trained_documents)
 
 

@@ -143,8 +143,8 @@ def _other_count(facts: Facts) -> Judged:
         return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].description}"]
     if (match := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
         unit, count, other = match
-        told = not facts.factor_names and (facts.loss_follows or not _simple(count, other))
-        return (0.85 if told else 0.45), [
+        clear = not facts.factor_names and (facts.loss_follows or not _simple(count, other))
+        return (0.85 if clear else 0.45), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
             f"{count} {unit}, or the other way round"
         ]

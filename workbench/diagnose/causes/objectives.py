@@ -35,11 +35,11 @@ _WORDS = {
 
 def objective(facts: Facts) -> str:
     """Kind of the loss: by the weights of predictions, where they tell it, or else by words of the context."""
-    words: set[str] = set()
+    context_words: set[str] = set()
     for name, value in facts.evidence.trusted.context.items():
         if name != "observed" and "grad" not in name and value is not None:
-            words |= set(re.split(r"[^a-z]+", name.lower())) | set(re.split(r"[^a-z]+", str(value).lower()))
-    named = next((kind for kind, known in _WORDS.items() if words & set(known)), "")
+            context_words |= set(re.split(r"[^a-z]+", name.lower())) | set(re.split(r"[^a-z]+", str(value).lower()))
+    named = next((kind for kind, known in _WORDS.items() if context_words & set(known)), "")
     outputs = facts.outputs
     if outputs is None:
         return named

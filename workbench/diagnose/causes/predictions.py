@@ -1,4 +1,4 @@
-"""Which predictions train, as what flowed back into the logits tells it: masks, targets, lost rows."""
+"""Predictions that train, as what flowed back into the logits tells it: masks, targets, lost rows."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _rows_lost(facts: Facts, outputs: OutputFacts, rows: int, calls: int) -> Fou
         if turned or rows == 1 or outputs.one_side_lost
         else ("ratio", "clipping", "advantages")
     )
-    found = {name: (score, [text]) for name, score in zip(order, (FIRST, SECOND, THIRD), strict=True)}
-    return found | ({"ranks_lost": (LAST, [text])} if calls else {})
+    scores = {name: (score, [text]) for name, score in zip(order, (FIRST, SECOND, THIRD), strict=True)}
+    return scores | ({"ranks_lost": (LAST, [text])} if calls else {})
 
 
 def _far(outputs: OutputFacts) -> bool:

@@ -107,13 +107,13 @@ def _of_counts(facts: Facts, outputs: OutputFacts) -> Found:
         ),
     }
     for of_rows in (False, True):
-        found = [texts[kind] for kind in texts if outputs.follows(kind, of_rows=of_rows)]
-        score = PROVED if len(found) == 1 else FIRST
-        if found:
+        matches = [texts[kind] for kind in texts if outputs.follows(kind, of_rows=of_rows)]
+        score = PROVED if len(matches) == 1 else FIRST
+        if matches:
             what = " of rows" if of_rows else ""
-            result: Found = {name: (score - 0.05 * at, [text + what]) for at, (name, text) in enumerate(found)}
-            if found[0][0] == "mean_per_rows" and outputs.sums_means(of_rows=of_rows):
-                why = [f"{found[0][1]}{what}, and the means of calls are added and not averaged"]
+            result: Found = {name: (score - 0.05 * at, [text + what]) for at, (name, text) in enumerate(matches)}
+            if matches[0][0] == "mean_per_rows" and outputs.sums_means(of_rows=of_rows):
+                why = [f"{matches[0][1]}{what}, and the means of calls are added and not averaged"]
                 result |= {"times_micro_batches": (LIKELY, why), "times_accumulation": (LIKELY - 0.05, why)}
             return result
     if outputs.of_calls:

@@ -123,5 +123,5 @@ def back(spec: LossSpec) -> dict[str, Any]:
     own = translate(ActorSettings(**settings)).spec.compat.scaling
     changes = {name: getattr(own, name) for name in epsilons if getattr(spec.compat.scaling, name) <= EPSILON}
     scaling = spec.compat.scaling.model_copy(update=changes)
-    wanted = spec.model_copy(update={"compat": spec.compat.model_copy(update={"scaling": scaling})})
-    return checked_back(TITLE, wanted, ActorSettings, translate, settings)
+    requested = spec.model_copy(update={"compat": spec.compat.model_copy(update={"scaling": scaling})})
+    return checked_back(TITLE, requested, ActorSettings, translate, settings)
