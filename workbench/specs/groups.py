@@ -122,6 +122,11 @@ class LayoutSpec(Group):
                 f"shard_ranks = {self.shard_ranks} without shard_parameters: it is the number of ranks over which one "
                 "copy of the parameters is sharded"
             )
+        if self.shard_ranks == 1:
+            raise ValueError(
+                "shard_ranks = 1 gives each rank a whole copy, and shards nothing; leave out shard_parameters and "
+                "shard_ranks: parameters are replicated then"
+            )
         if self.shard_ranks and self.dp * self.cp % self.shard_ranks:
             raise ValueError(f"shard_ranks = {self.shard_ranks} does not divide dp * cp = {self.dp * self.cp}")
         if self.shard_ranks and self.ep > 1:

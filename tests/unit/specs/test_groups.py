@@ -37,6 +37,7 @@ class TestLayout:
         ("layout", "words"),
         [
             ({"dp": 4, "shard_ranks": 2}, "shard_ranks = 2 without shard_parameters"),
+            ({"dp": 4, "shard_parameters": True, "shard_ranks": 1}, "shard_ranks = 1 gives each rank a whole copy"),
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 3}, "shard_ranks = 3 does not divide dp"),
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 2, "ep": 2}, "shard_ranks = 2 with ep = 2"),
             ({"cp": 4, "ulysses": 2}, "ulysses = 2 with attention 'gathered'"),

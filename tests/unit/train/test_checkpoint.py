@@ -159,10 +159,9 @@ def test_a_plain_optimizer_has_nothing_to_keep(tmp_path):
 
 def sharded_copy(source, sizes, folder):
     """Read a checkpoint with parameters sharded over dp x cp, and return it in full, and the local amount."""
-    mesh = make_mesh(**sizes)
-    policy, optimizer = held(
-        spec_of(model={"source": source}, precision="float32", layout=sizes | {"shard_parameters": True}), mesh
-    )
+    spec = spec_of(model={"source": source}, precision="float32", layout=sizes | {"shard_parameters": True})
+    mesh = make_mesh(**spec.layout.mesh_sizes)
+    policy, optimizer = held(spec, mesh)
     load_checkpoint(folder, policy, optimizer)
     output = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
     for name, parameter in policy.model.named_parameters():
@@ -179,6 +178,7 @@ def sharded_copy(source, sizes, folder):
         ("tiny-qwen3", {"dp": 2}),
         pytest.param("tiny-qwen3", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("tiny-qwen3", {"dp": 4}, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3", {"dp": 4, "shard_ranks": 2}, marks=pytest.mark.slow),
         pytest.param("tiny-qwen3-moe", {"cp": 2}, marks=pytest.mark.slow),
     ],
 )
