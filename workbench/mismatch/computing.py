@@ -158,7 +158,8 @@ class Computation:
         few._models, few._heads = OrderedDict(), OrderedDict()
         _, weight_VD, bias_V = self.head(configuration)
         exact = configuration.with_changes({"precision": "float64", "head": "float64"})
-        model = lift_to_float64(copy.deepcopy(self.model(configuration)))
+        # lifted routers have a forward of their own; what the configuration changed of them is in their attributes
+        model = install_router(lift_to_float64(copy.deepcopy(self.model(configuration))), "own")
         few._models[exact.model_key] = model
         few._heads[(*exact.model_key, exact.head)] = (
             model,

@@ -41,3 +41,18 @@ def test_the_sides_are_drawn_apart_and_float64_has_none():
     again = measure_floor(own, Configuration(), Configuration(), draws=3)
     assert torch.equal(more.noise_KT, again.noise_KT)
     assert set(both.as_json()) >= {"mean", "rms", "p99", "draws", "tokens"}
+
+
+def test_the_truth_of_recorded_routes_is_on_these_routes():
+    """Routers that are lifted to float64 lost what replays them, and a side that states `routes: recorded` crashed."""
+    mixtures = 2
+    rows = [
+        {**row, "sampler_routes": [[[0, 3]] * mixtures] * (len(row["prompt_ids"]) + len(row["completion_ids"]))}
+        for row in LONG[:4]
+    ]
+    own = computation(rows, model="tiny-qwen3-moe")
+    recorded = Configuration(routes="recorded")
+    exact = truth(own, recorded)
+    assert (own.column(recorded) - exact).abs().max() < 1e-4
+    assert (truth(own, Configuration()) - exact).abs().max() > 1e-3
+    assert rms(noise_of(own, recorded, draws=1, seed=0)) > 0
