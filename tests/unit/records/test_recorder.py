@@ -42,13 +42,15 @@ def with_buffers(model):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-
-            def keep(parameter=parameter):
-                parameter.main_grad.add_(parameter.grad)
-                parameter.grad = None
-
-            parameter.register_post_accumulate_grad_hook(lambda _, keep=keep: keep())
+            parameter.register_post_accumulate_grad_hook(_into_buffer)
     return model
+
+
+def _into_buffer(parameter):
+    """A hook without a reference to its parameter: torch's garbage collection does not see those of such hooks, and the
+    parameter, its model and what records it would live until the process ends."""
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def steps_of(folder):
