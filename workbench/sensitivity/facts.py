@@ -131,6 +131,8 @@ class Observed:
         old_distance: largest |log(policy / old policy)| of a trained token, nats.
         largest_norm: largest global gradient norm.
         finite: False if a loss or a gradient norm was not finite.
+        ratios_of_parts: relative change of the loss's gradient if each rank takes a document's ratio over its own part;
+            see `workbench.sensitivity.parts`.
     """
 
     clipped: int
@@ -139,6 +141,7 @@ class Observed:
     old_distance: float
     largest_norm: float
     finite: bool
+    ratios_of_parts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -344,7 +347,7 @@ def _in_place(groups: Sequence[int]) -> bool:
     return len({*zip(groups, positions, strict=True)}) == len({*groups}) == len({*positions})
 
 
-def observed(run: RunDirectory) -> Observed:
+def observed(run: RunDirectory, ratios_of_parts: float = 0.0) -> Observed:
     """Return what the loss of a finished clean run has met."""
     clipped = below = 0
     ratio_below = 0.0
@@ -360,4 +363,4 @@ def observed(run: RunDirectory) -> Observed:
         values = [record.get(key) for key in ("loss/total/sum", "gradient/norm/global")]
         finite &= all(isinstance(value, float | int) and math.isfinite(value) for value in values)
         norms.append(float(record["gradient/norm/global"] or 0.0))
-    return Observed(clipped, below, ratio_below, distance, max(norms), finite)
+    return Observed(clipped, below, ratio_below, distance, max(norms), finite, ratios_of_parts)

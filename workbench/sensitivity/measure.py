@@ -16,6 +16,7 @@ from workbench.rollouts.files import load
 from workbench.sensitivity.changes import DATA, small_dataset
 from workbench.sensitivity.facts import Facts, observed, step_facts
 from workbench.sensitivity.needs import Need, missing_needs
+from workbench.sensitivity.parts import change_by_ratios_of_parts
 from workbench.sensitivity.record import FaultResult, Sensitivity
 from workbench.sensitivity.remedies import Remedies
 from workbench.sensitivity.trials import Clean, Plan, Trials, why_not_runnable
@@ -219,7 +220,7 @@ def facts_of(plan: Plan, clean: Clean, batch: RolloutBatch, project: Path) -> Fa
     return Facts(
         spec,
         step_facts(batch, spec),
-        observed(clean.run),
+        observed(clean.run, change_by_ratios_of_parts(clean.run, batch, spec, project)),
         int(config.vocab_size),
         int(config.num_key_value_heads),
         int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0),
