@@ -7,6 +7,7 @@ the changes that kill the survivors and a generated dataset, and writes ``sensit
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from workbench.sensitivity.record import Sensitivity
 
 ABLATION = "experiments/layout_parity/ablation.yaml"
 LIMIT_S = 300.0
-"""Bar of the measurement in float64, in seconds of two cores: the time that a change of an ablation may wait for it."""
+"""Bar of the measurement in float64: the time that a change of an ablation may wait for it, in seconds of CPU time, which
+other programs on the machine hardly change."""
 MAX_TOKENS = 200
 """Bar of the generated dataset."""
 
@@ -43,16 +45,18 @@ def measure(
     planned = Experiment(project / ABLATION).planned
     lower = [plan.name for plan in planned if plan.spec.precision == "float32" and not plan.spec.faults]
     with tempfile.TemporaryDirectory() as folder:
+        began = time.process_time()
         exact = sensitivity(
             project / ABLATION, faults=faults, dataset=Path(folder) / "rollouts", report_progress=report_progress
         )
+        cpu_seconds = time.process_time() - began
     rounded = sensitivity(
         project / ABLATION, configurations=lower, faults=faults, remedies=False, report_progress=report_progress
     )
     tested = [result for result in exact.results if result.generated is not None]
     bars = {
         "predictions agree": {"holds": not exact.disagreements and not rounded.disagreements},
-        "seconds": {"bar": LIMIT_S, "holds": exact.seconds <= LIMIT_S},
+        "cpu_seconds": {"bar": LIMIT_S, "measured": cpu_seconds, "holds": cpu_seconds <= LIMIT_S},
         "generated dataset": {
             "bar": MAX_TOKENS,
             "holds": exact.dataset["tokens"] < MAX_TOKENS and all(result.generated for result in tested),
@@ -132,7 +136,7 @@ def format_record(record: dict[str, Any]) -> str:
         lines.append(
             f"{precision}: the comparison rejects {own['killed']} of {own['admissible']} faults, "
             f"{own['gradient_killed']} of {own['gradient_admissible']} of those that change a gradient, in "
-            f"{own['seconds']:.0f} s; predictions differ for {', '.join(own['disagreements']) or 'none'}"
+            f"{own['seconds']:.0f} s of wall time; predictions differ for {', '.join(own['disagreements']) or 'none'}"
         )
         lines += [
             f"  {gate['name']}: {gate[precision]['killed']}, {gate[precision]['gradient_killed']} of gradients"

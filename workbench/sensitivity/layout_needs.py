@@ -84,6 +84,14 @@ NO_EVIDENCE = Need(
     "changes reported numbers only, and they count trained tokens in a step",
     lambda f: all(not any(rows[-1].tokens for rows in _rank_rows(f, step)) for step in f.steps),
 )
+SPLIT_LATER = Need(
+    "no trained document lies on several cp ranks behind the first forward pass",
+    lambda f: (
+        (f.spec.steps >= 2 and any(row.split_documents for step in f.steps[1:] or f.steps for row in step.rows))
+        or f.any_step(lambda s: any(row.split_documents for rows in _rank_rows(f, s) for row in rows[1:]))
+    ),
+    "three micro-batches",
+)
 TRAINED_ROWS = Need(
     "one row trains", lambda f: f.any_step(lambda s: sum(row.tokens > 0 for row in s.rows) > 1), "three micro-batches"
 )

@@ -29,7 +29,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "advantages_of_other_documents": (data.MISDEALT_ADVANTAGES,),
     "attention_across_documents": (data.SHARED_ROW, data.LATER_DOCUMENT),
     "attention_input_gradient_times_cp": (layout.CP,),
-    "attention_returns_to_built_group": (layout.CP, layout.MICRO_BATCHES, data.SPLIT_DOCUMENT),
+    "attention_returns_to_built_group": (layout.CP, layout.SPLIT_LATER),
     "auxiliary_gradient_over_cp": (layout.CP, loss.AUXILIARY),
     "auxiliary_loss_dropped": (loss.AUXILIARY,),
     "auxiliary_loss_not_normalised": (layout.CP, loss.AUXILIARY),
