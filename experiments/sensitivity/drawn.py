@@ -183,17 +183,23 @@ def predict_again(entry: Mapping[str, Any], project: Path) -> dict[str, Any]:
     }
 
 
-def announce(number: int, project: Path) -> dict[str, Any]:
-    """Predict every fault of a draw that is not measured: those that are hidden, and those that show."""
-    counted = [name for name in fault_names() if (own := load_fault(name)).changes_numbers or own.changes_update]
-    try:
-        missing = predicted(number, counted, project)
-    except WorkbenchError as error:
-        return {"refused": error.parts["requested"]}
-    return {
-        "hidden": [name for name, needs in missing.items() if needs],
-        "shown": [name for name, needs in missing.items() if not needs],
-    }
+SHOWN, HIDDEN, INADMISSIBLE = "+-."
+"""A fault of an announced draw is predicted to be rejected, or accepted; or no run calls its seam."""
+
+
+def announce(numbers: Iterable[int], project: Path) -> dict[str, Any]:
+    """Predict every fault of draws that are not measured: a sign for each; draws that are refused have none."""
+    names = [name for name in fault_names() if (own := load_fault(name)).changes_numbers or own.changes_update]
+    draws = {}
+    for number in numbers:
+        try:
+            missing = predicted(number, names, project)
+        except WorkbenchError as error:
+            draws[str(number)] = f"refused: {error.parts['requested']}"
+            continue
+        signs = [INADMISSIBLE if name not in missing else HIDDEN if missing[name] else SHOWN for name in names]
+        draws[str(number)] = "".join(signs)
+    return {"faults": names, "draws": draws}
 
 
 def commit_of_announcement(entry: Mapping[str, Any]) -> str:
@@ -202,15 +208,16 @@ def commit_of_announcement(entry: Mapping[str, Any]) -> str:
     Raises:
         RecordError: they are not committed, or the measurement predicts otherwise.
     """
-    announced = json.loads(ANNOUNCED.read_text()) if ANNOUNCED.exists() else {}
-    own = announced.get(str(entry["number"]))
-    if own is None or "refused" in entry:
+    announced = json.loads(ANNOUNCED.read_text()) if ANNOUNCED.exists() else {"faults": [], "draws": {}}
+    signs = announced["draws"].get(str(entry["number"]), "")
+    if not signs or "refused" in entry:
         return ""
     requested = f"measure draw {entry['number']}, whose predictions are announced"
     if _git("status", "--porcelain", "--", ANNOUNCED.name):
         raise RecordError(requested, rule="predictions are committed before they are measured", fix="commit them first")
-    hidden = [name for name, result in entry["results"].items() if result["missing"]]
-    if changed := {*hidden} ^ {*own["hidden"]}:
+    expected = {pair for pair in zip(announced["faults"], signs, strict=True) if pair[1] != INADMISSIBLE}
+    own = {(name, HIDDEN if result["missing"] else SHOWN) for name, result in entry["results"].items()}
+    if changed := {name for name, _ in expected ^ own}:
         raise RecordError(
             requested,
             found=f"other predictions now: {', '.join(sorted(changed))}",
@@ -330,9 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     named = chosen.numbers
     if chosen.announce:
-        announced = json.loads(ANNOUNCED.read_text()) if ANNOUNCED.exists() else {}
-        announced |= {str(number): announce(number, project_root()) for number in named}
-        write_whole(ANNOUNCED, (json.dumps(announced, indent=0) + "\n").encode())
+        write_whole(ANNOUNCED, to_json(announce(named, project_root())))
         return 0
     if chosen.predict:
         saved = load_record()

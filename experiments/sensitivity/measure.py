@@ -22,7 +22,7 @@ from workbench.sensitivity.record import Sensitivity
 
 ABLATION = "experiments/layout_parity/ablation.yaml"
 LIMIT_S = 300.0
-"""Bar of the measurement in float64: the time that a change of an ablation may wait for it, in seconds of CPU time, which
+"""Bar of the measurement in float64: the time that a change of an ablation may wait for it. Seconds of CPU time, which
 other programs on the machine hardly change."""
 MAX_TOKENS = 200
 """Bar of the generated dataset."""
