@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.sensitivity.predictions import predict
 from workbench.atomic import from_json, to_json, write_whole
 from workbench.compare.comparison import AGREES
 from workbench.errors import RecordError, WorkbenchError
@@ -30,8 +31,6 @@ from workbench.mutation_score import sensitivity
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.files import load
 from workbench.sensitivity.changes import DATA
-from workbench.sensitivity.measure import run_clean
-from workbench.sensitivity.trials import Plan, Trials
 from workbench.specs.reading import merge
 
 RECORD = Path(__file__).parent / "drawn.json"
@@ -155,15 +154,7 @@ def predicted(number: int, names: Iterable[str], project: Path) -> dict[str, lis
     """Predict faults of a drawn ablation again, from its clean runs alone: the needs that each of them lacks."""
     with tempfile.TemporaryDirectory() as folder:
         draw = drawn(number, Path(folder) / "rollouts", project)
-        experiment = Experiment(draw["ablation"], project=project)
-        plans = [Plan(plan.name, plan.spec, plan.reference, plan.truth) for plan in experiment.planned]
-        faults = [load_fault(name) for name in names]
-        clean = run_clean(Trials(plans, Path(folder), project), ["changed"], [fault.seam for fault in faults])
-        return {
-            fault.name: [need.missing for need in choice.missing]
-            for fault in faults
-            if (choice := clean.choose(fault)) is not None
-        }
+        return predict(Experiment(draw["ablation"], project=project), ["changed"], names)
 
 
 def predict_again(entry: Mapping[str, Any], project: Path) -> dict[str, Any]:
@@ -213,8 +204,6 @@ def commit_of_announcement(entry: Mapping[str, Any]) -> str:
     if not signs or "refused" in entry:
         return ""
     requested = f"measure draw {entry['number']}, whose predictions are announced"
-    if _git("status", "--porcelain", "--", ANNOUNCED.name):
-        raise RecordError(requested, rule="predictions are committed before they are measured", fix="commit them first")
     expected = {pair for pair in zip(announced["faults"], signs, strict=True) if pair[1] != INADMISSIBLE}
     own = {(name, HIDDEN if result["missing"] else SHOWN) for name, result in entry["results"].items()}
     if changed := {name for name, _ in expected ^ own}:
@@ -224,13 +213,17 @@ def commit_of_announcement(entry: Mapping[str, Any]) -> str:
             rule="the code that predicts is that of the announcement",
             fix="announce a draw that is not measured yet",
         )
+    if _git("status", "--porcelain", "--", ANNOUNCED.name):
+        raise RecordError(requested, rule="predictions are committed before they are measured", fix="commit them first")
     return _git("log", "-1", "--format=%h", "--", ANNOUNCED.name)
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ANNOUNCED.parent, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ANNOUNCED.parent, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RecordError(" ".join(command), found=done.stderr.strip(), rule="announced draws are measured in a clone")
+    return done.stdout.strip()
 
 
 def measure(

@@ -46,6 +46,7 @@ class RowFacts:
         later_documents: trained documents behind another one.
         varied_shards: cp ranks whose trained tokens have different advantages.
         padding: tokens of no document.
+        followed_ends: documents whose last token trains, directly before another document.
     """
 
     documents: int
@@ -59,6 +60,7 @@ class RowFacts:
     reached: frozenset[int]
     spread_documents: int
     padding: int
+    followed_ends: int
 
 
 @dataclass(frozen=True)
@@ -311,9 +313,10 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     later = sum(number > 0 for number in trained)
     spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
     ranks = frozenset[int]().union(*reached)
-    return RowFacts(
-        row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread, padding
-    )
+    inner = [number for number in trained if number < row.num_documents - 1]
+    followed = sum(bool(row.loss_mask_T[row.document_ids_T == number][-1]) for number in inner)
+    counts = row.num_documents, len(trained), sum(tokens), tokens, split, torn
+    return RowFacts(*counts, later, varied, ranks, spread, padding, followed)
 
 
 def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:

@@ -81,7 +81,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "kl_added_to_reward": (loss.KL,),
     "kl_without_gradient": (loss.KL,),
     "kl_without_score_gradient": (loss.KL, loss.SCORE),
-    "label_roll_across_documents": (data.SHARED_ROW, data.TRAINED_END),
+    "label_roll_across_documents": (data.FOLLOWED_END,),
     "layers_without_gradient": ALWAYS,
     "leave_one_out_over_zero_deviation": ALWAYS,
     "length_divides_document_sum": (loss.DOCUMENT_SUM, data.LONG),
