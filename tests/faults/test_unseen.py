@@ -144,6 +144,12 @@ def test_later_micro_batches_of_other_ranks_are_lost(policy):
     assert pair.cosine < 0.98
 
 
+def test_frozen_weights_have_no_later_micro_batches():
+    pair = shown("first_micro_batch_synchronised", lora={"r": 2, "init_lora_weights": "random"})
+    assert pair.wrong_gradients
+    assert all("lora" in name for name in pair.right.gradients)
+
+
 def test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone():
     pair = shown("gradients_kept_in_bfloat16")
     assert 1e-4 < error(pair) < 5e-3

@@ -158,6 +158,7 @@ class Facts:
         key_heads: key-value heads of the decoder, and ``experts`` of each of its layers; 0 without a mixture.
         temperature: at which the policy's log-probabilities are computed.
         sinks: True if its attention has sinks.
+        tied: True if its head is the embedding.
     """
 
     spec: RunSpec
@@ -168,6 +169,7 @@ class Facts:
     experts: int
     temperature: float
     sinks: bool = False
+    tied: bool = True
 
     @property
     def resolution(self) -> float:

@@ -43,6 +43,8 @@ TRAINED_PIECES = Need(
     ),
 )
 ADAPTERS = Need("no adapters", lambda f: f.spec.lora.on)
+WHOLE_MODEL = Need("adapters, while the weight itself is frozen", lambda f: not f.spec.lora.on)
+TIED = Need("a head with a weight of its own", lambda f: f.tied)
 RANK_2 = Need("adapters of rank 1", lambda f: (f.spec.lora.r or 2) > 1)
 SINKS = Need("a model without attention sinks", lambda f: f.sinks)
 CHECKPOINTING = Need("activations that are not recomputed", lambda f: f.spec.layout.checkpointing)

@@ -215,7 +215,7 @@ def run_clean(trials: Trials, names: Sequence[str], seams: Sequence[str]) -> Mea
 def facts_of(plan: Plan, clean: Clean, batch: RolloutBatch, project: Path) -> Facts:
     """Return the facts of a configuration: of its data, its settings, and its clean run."""
     spec = plan.spec
-    decoder = load_decoder(spec.model.source, project=project, seed=spec.model.seed)
+    decoder = load_decoder(spec.model.source, project=project, tied=spec.model.tied, seed=spec.model.seed)
     config = decoder.config
     return Facts(
         spec,
@@ -226,4 +226,5 @@ def facts_of(plan: Plan, clean: Clean, batch: RolloutBatch, project: Path) -> Fa
         int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0),
         spec.policy.temperature or batch.temperature,
         any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
+        bool(config.tie_word_embeddings),
     )
