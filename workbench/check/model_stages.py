@@ -315,6 +315,7 @@ def _causes_of_gradient(dump: StepDump, truth: _Truth, differing: list[str], bou
 
 # ---- what is not decided -------------------------------------------------------------------------------------------
 
+
 def _decided(sentences: tuple[str, ...], first: Stage) -> tuple[str, ...]:
     """Sentences of the dump alone that the model has not decided."""
     return tuple(one for one in sentences if one != NEEDS_MODEL and not (first.compared and one == AS_RECORDED))
