@@ -1,8 +1,8 @@
 """Known bugs that the comparisons of this repository see: its ablations, notebooks, and datasets.
 
-``python -m experiments.sensitivity.shipped`` plants every admissible fault in each of them and writes ``shipped.json``
-and ``shipped.html``; names measure some again, and ``--page`` writes the page of the record. The ablation
-`layout_parity`, the shipped rollout dataset and the generated one are in the record of `workbench bench sensitivity`.
+``python -m experiments.sensitivity.shipped`` plants every admissible fault in each of them and writes ``shipped.json``;
+names measure some again, and ``--page FILE`` writes the page of the record. The ablation `layout_parity`, the shipped
+rollout dataset and the generated one are in the record of `workbench bench sensitivity`.
 """
 
 from __future__ import annotations
@@ -242,10 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="files to measure again; all without any")
     parser.add_argument("--predict", action="store_true", help="predict the named files, and measure none of them")
-    parser.add_argument("--page", action="store_true", help="write the page of the record, and measure nothing")
+    parser.add_argument("--page", type=Path, help="file of the page of the record; measure nothing")
     chosen = parser.parse_args(arguments)
     project = project_root()
-    if not chosen.page:
+    if chosen.page is None:
         kept = {entry["name"]: entry for entry in load_record()["ablations"]} if RECORD.exists() else {}
         for name in chosen.names or MEASURED:
             kept[name] = predicted(name, project) if chosen.predict else measured(name, project)
@@ -258,8 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
                 "provenance": provenance(project),
             }
             write_whole(RECORD, to_json(packed(record)))
-    record, saved = load_record(), from_json((FOLDER / "sensitivity.json").read_text())
-    write_whole(FOLDER / "shipped.html", page(record, saved).encode())
+    record = load_record()
+    if chosen.page is not None:
+        write_whole(chosen.page, page(record, from_json((FOLDER / "sensitivity.json").read_text())).encode())
     return int(any(entry["disagreements"] for entry in record["ablations"]))
 
 
