@@ -53,7 +53,7 @@ def constant() -> str:
     said = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
     return (
         f"No input that grows: {'; '.join(said)}. Not measured: `rollouts score`, which sends an engine a request for "
-        "each document; `rollouts record`, most of which is a warm-up of fixed length."
+        "each document; `rollouts record`, most of which is a warm-up that its sizes do not change."
     )
 
 
