@@ -294,9 +294,9 @@ def _styled_markers(text: str) -> str:
     Its name has a hash of path and style, so that figures of one page share a marker only if they share both.
     """
     styles: dict[str, set[str]] = {}
-    for marker, style in _USE.findall(text):
-        styles.setdefault(marker, set()).add(style)
-    shared = {marker: style for marker, (style, *others) in styles.items() if style and not others}
+    for name, style in _USE.findall(text):
+        styles.setdefault(name, set()).add(style)
+    shared = {name: style for name, (style, *others) in styles.items() if style and not others}
 
     def marker(path: re.Match[str]) -> str:
         return f'''{path[1]} style="{shared[path[2]]}"/>''' if path[2] in shared else path[0]
