@@ -119,23 +119,8 @@ def run_steps(folder: Path, size: int) -> list[str]:
     return ["run", str(ablation), *SHORT]
 
 
-def run_documents(folder: Path, size: int) -> list[str]:
-    ablation = write_ablation(folder, settings(write_rollouts(folder, size)), 1)
-    return ["run", str(ablation), *SHORT]
-
-
-def run_ranks(folder: Path, size: int) -> list[str]:
-    ablation = write_ablation(folder, settings(ARITHMETIC / "rollouts", layout={"dp": size}), 1)
-    return ["run", str(ablation), "--where", "processes", "--no-notebook", "--fresh"]
-
-
 def bisect_documents(folder: Path, size: int) -> list[str]:
     spec = str(write_json(folder / "spec.yaml", settings(write_rollouts(folder, size))))
-    return ["bisect", spec, spec]
-
-
-def bisect_steps(folder: Path, size: int) -> list[str]:
-    spec = str(write_json(folder / "spec.yaml", settings(ARITHMETIC / "rollouts", steps=size)))
     return ["bisect", spec, spec]
 
 
@@ -148,15 +133,6 @@ def attribute_documents(folder: Path, size: int) -> list[str]:
     write_json(folder / "attribute.yaml", case)
     write_lines(folder / "lines.jsonl", size)
     return ["attribute", str(folder), "--draws", "1"]
-
-
-def sensitivity_configurations(folder: Path, size: int) -> list[str]:
-    ablation = write_ablation(folder, settings(ARITHMETIC / "rollouts", layout={"cp": 2}), size)
-    return ["sensitivity", str(ablation), "--no-remedies", "--faults", "local_denominator", "missing_cp_factor"]
-
-
-def verify_steps(folder: Path, size: int) -> list[str]:
-    return ["verify", "--gpus", "0", "--steps", str(size), "--record", str(folder / "verify.json")]
 
 
 def import_documents(folder: Path, size: int) -> list[str]:
@@ -188,19 +164,14 @@ def doctor_runs(folder: Path, size: int) -> list[str]:
 COMMANDS: dict[str, tuple[tuple[int, ...], Callable[[Path, int], list[str]]]] = {
     "run, configurations": ((1, 10, 20), run_configurations),
     "run, steps": ((1, 20, 40), run_steps),
-    "run, documents": ((72, 600, 1200), run_documents),
-    "bisect, documents": ((72, 600, 1200), bisect_documents),
-    "bisect, steps": ((1, 8, 16), bisect_steps),
+    "bisect, documents": ((72, 800, 1600), bisect_documents),
     "prove, rounds": ((1, 3, 5), prove_rounds),
     "attribute, documents": ((8, 200, 400), attribute_documents),
-    "sensitivity, configurations": ((1, 6, 12), sensitivity_configurations),
     "rollouts import, documents": ((1, 20_000, 40_000), import_documents),
     "rollouts check, documents": ((1, 40_000, 80_000), check_documents),
     "logs, all lines": ((0, 500_000, 1_000_000), logs_lines),
     "logs, last 50 lines": ((0, 500_000, 1_000_000), logs_last_lines),
     "logs, kB of one line": ((0, 50_000, 100_000), logs_progress),
     "doctor, runs": ((0, 500, 1000), doctor_runs),
-    "verify, steps": ((1, 20, 40), verify_steps),
-    "run, ranks": ((1, 4, 8), run_ranks),
 }
 """Verb and what grows -> sizes, the smallest first, and the command."""

@@ -16,14 +16,9 @@ LABELS = {
     "check, documents of a dump": ("`check`", "documents"),
     "run, configurations": ("`run --where here`", "configurations"),
     "run, steps": ("`run --where here`", "steps"),
-    "run, documents": ("`run --where here`", "documents of a step"),
-    "run, ranks": ("`run --where processes`", "ranks of a run (`dp`)"),
     "bisect, documents": ("`bisect`", "documents of a step"),
-    "bisect, steps": ("`bisect`", "steps"),
     "prove, rounds": ("`prove --rounds`", "cases of each invariant"),
     "attribute, documents": ("`attribute --draws 1`", "completions"),
-    "sensitivity, configurations": ("`sensitivity`, two bugs", "configurations"),
-    "verify, steps": ("`verify --gpus 0`", "steps"),
     "rollouts import, documents": ("`rollouts import`", "documents"),
     "rollouts check, documents": ("`rollouts check`", "documents"),
     "logs, all lines": ("`logs --lines -1`", "lines"),
@@ -45,16 +40,23 @@ CONSTANT = {
 """Verb without an input that grows -> what it does."""
 
 
+NOT_MEASURED = {
+    "sensitivity": "trains a step for each bug and configuration",
+    "verify": "trains as `run` does, on ranks and on one",
+    "rollouts score": "sends an engine a request for each document",
+    "rollouts record": "is mostly a warm-up that its sizes do not change",
+}
+"""Verb whose growth is not measured -> what it does."""
+
+
 def constant() -> str:
     """Return the verbs that are not in the table, and why."""
     reasons: dict[str, list[str]] = {}
     for verb, reason in CONSTANT.items():
         reasons.setdefault(reason, []).append(f"`{verb}`")
     said = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
-    return (
-        f"No input that grows: {'; '.join(said)}. Not measured: `rollouts score`, which sends an engine a request for "
-        "each document; `rollouts record`, most of which is a warm-up that its sizes do not change."
-    )
+    missing = "; ".join(f"`{verb}` ({reason})" for verb, reason in NOT_MEASURED.items())
+    return f"No input that grows: {'; '.join(said)}. Not measured: {missing}; any verb by the number of ranks."
 
 
 def rows(record: Mapping[str, Any]) -> list[list[str]]:
@@ -67,10 +69,14 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
             verb,
             many,
             ", ".join(f"{int(size):,}: {value:.2f}" for size, value in entry["cpu_s"].items()),
-            "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}",
+            ", before ".join(_exponent(each) for each in (entry, entry.get("earlier")) if each),
         ]
         for verb, many, entry in verbs
     ]
+
+
+def _exponent(entry: Mapping[str, Any]) -> str:
+    return "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}"
 
 
 def long_comparison(record: Mapping[str, Any]) -> str:

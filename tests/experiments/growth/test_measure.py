@@ -51,7 +51,9 @@ def test_every_verb_was_measured_or_has_nothing_that_grows():
     record = json.loads(RECORD.read_text())
     measured = {name.split(",")[0].split()[0] for part in (record["verbs"], record["computing"]) for name in part}
     measured |= {name.split(",")[0] for name in record["reading"]["verbs"]}
-    assert sorted([*measured, *page.CONSTANT]) == sorted(VERBS)
+    assert sorted([*measured, *page.CONSTANT, *(verb for verb in page.NOT_MEASURED if " " not in verb)]) == sorted(
+        VERBS
+    )
     assert set(record["computing"]) == set(COMMANDS)
 
 
