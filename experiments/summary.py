@@ -897,6 +897,7 @@ def growth() -> str:
         "least of several. The exponent is that of the part above the smallest size, between the two largest; none: "
         "the largest adds less than a tenth to the start-up.",
         _table(growth_page.HEAD, growth_page.rows(record), right=[3]),
+        growth_page.constant(),
         growth_page.long_comparison(record),
         _source("growth/growth.json", None, "python -m experiments.growth.measure"),
     )
