@@ -27,7 +27,7 @@ from types import ModuleType
 READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "MKL_", "OPENBLAS_", "LD_")
 """Prefixes of variables that the loaded libraries read while they are loaded."""
 
-SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
+SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_")
 """Variables that torch and its launcher of ranks set, and that are read again at each use."""
 
 KNOWN_BY_PID = ("workbench.cli.launcher",)

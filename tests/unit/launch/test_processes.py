@@ -29,9 +29,7 @@ GONE_S = 60.0
 
 @pytest.fixture(scope="module", autouse=True)
 def no_server_is_left():
-    with pytest.MonkeyPatch.context() as patch:
-        warm.start_from(patch, processes)  # many tests start a server
-        yield
+    yield
     server = processes.server_process()
     processes.shut_down()
     assert server is not None
@@ -302,9 +300,7 @@ time.sleep({stay_s})
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(layout={"cp": 2}, faults=[act]))
         script = tmp_path / "launcher.py"
         script.write_text(
-            self.LAUNCHER.format(
-                root=str(project_root()), worker=ACTING, stay_s=1 if how == "at its end" else 300
-            )
+            self.LAUNCHER.format(root=str(project_root()), worker=ACTING, stay_s=1 if how == "at its end" else 300)
         )
         prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
         with subprocess.Popen(
