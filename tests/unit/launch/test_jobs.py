@@ -388,7 +388,7 @@ def slurm(tmp_path, monkeypatch):
     for name, source in SLURM.items():
         write_program(tools / name, textwrap.dedent(source).format(home=str(home)), "-S")
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 0.2)  # each poll starts a program
     yield home
     for file in home.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError):
