@@ -44,12 +44,13 @@ def main() -> None:
 def train(run: RunDirectory, rank: int) -> None:
     if rank == 0:
         run.set_state("running")
-    axis = make_mesh(cp=run.spec.layout.cp, device=join("cpu", timeout_s=run.spec.timeout_s))["cp"]
+    device = join(os.environ.get("WORKBENCH_DEVICE", "cpu"), timeout_s=run.spec.timeout_s)
+    axis, ones = make_mesh(cp=run.spec.layout.cp, device=device)["cp"], torch.ones(4, device=device)
     for step in range(run.spec.steps):
-        all_sum(torch.ones(4), axis)
+        all_sum(ones, axis)
         if not ((rank, step) == (1, 2) and go_wrong(run.spec.faults)):
-            all_gather(torch.ones(4), axis)
-        all_sum(torch.ones(4), axis)
+            all_gather(ones, axis)
+        all_sum(ones, axis)
         if "slow" in run.spec.faults:
             time.sleep(0.5)
         if rank == 0:

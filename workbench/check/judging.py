@@ -51,6 +51,8 @@ from workbench.dumps.step import StepDump
 from workbench.errors import WorkbenchError, listed
 
 LAYOUT = ("dp", "cp", "micro_batches")
+AS_RECORDED = "if log-probabilities are those of the model: they are taken as recorded, with their temperature"
+NEEDS_MODEL = "gradient: recorded; it is recomputed with the checkpoint alone (model=, --model)"
 SMALL = 64
 """A factor that is a whole number up to this, or 1 over one, is not read as another count of tokens; a convention."""
 MOST_CAUSES = 6
@@ -330,7 +332,9 @@ def _undecided(reading: Reading, null: Numbers, stages: tuple[Stage, ...], tried
     for text in dict.fromkeys(stage.missing for stage in stages if stage.missing):
         yield f"{', '.join(stage.name for stage in stages if stage.missing == text)}: {text}"
     if dump.tokens.get("old_logprobs") is not None:
-        yield "if log-probabilities are those of the model: they are taken as recorded, with their temperature"
+        yield AS_RECORDED
+    if dump.gradients or dump.gradient_norm is not None:
+        yield NEEDS_MODEL
     agree = not any(stage.status == "differs" for stage in stages)
     unseen = [one for one in tried if agree and not any(one.differing.values()) and one.acts]
     for kind in dict.fromkeys(one.alternative.kind for one in unseen):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.check.fitted import BAR, common_factor, fitted_rounding, in_words
-from workbench.check.judging import named_set
+from workbench.check.judging import AS_RECORDED, NEEDS_MODEL, named_set
 from workbench.check.model import Head, ModelStep, Passed, Precision, check_gradients, model_step
 from workbench.check.reading import Reading
 from workbench.check.recompute import can_evaluate, recompute_loss
@@ -315,12 +315,10 @@ def _causes_of_gradient(dump: StepDump, truth: _Truth, differing: list[str], bou
 
 # ---- what is not decided -------------------------------------------------------------------------------------------
 
-AS_RECORDED = "if log-probabilities are those of the model"
-
 
 def _decided(sentences: tuple[str, ...], first: Stage) -> tuple[str, ...]:
     """Sentences of the dump alone that the model has not decided."""
-    return tuple(one for one in sentences if not (first.compared and one.startswith(AS_RECORDED)))
+    return tuple(one for one in sentences if one != NEEDS_MODEL and not (first.compared and one == AS_RECORDED))
 
 
 def _undecided(dump: StepDump, first: Stage, last: Stage) -> Iterator[str]:

@@ -150,6 +150,11 @@ def test_the_tolerance_is_that_of_the_trainers_precision():
     assert check.first.mismatches[0].tolerance > ROUNDING["bfloat16"]
 
 
+def test_a_gradient_without_a_model_is_said_to_be_open():
+    assert any(one.startswith("gradient: recorded") for one in check_step(dump()).undecided)
+    assert not any("recorded; it is" in one for one in checked(dump()).undecided)
+
+
 def test_settings_of_the_pass_without_a_model_are_an_error():
     with pytest.raises(SpecError, match=r"layout or precision without model(.|\n)*--model"):
         check_step(dump(), layout={"cp": 2})

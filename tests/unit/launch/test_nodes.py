@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import watched_worker
 from workbench.errors import LaunchError
-from workbench.launch.component import agent_arguments
+from workbench.launch.component import WORKER, agent_arguments
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.nodes import meeting, own_gpus, spread, this_node
 from workbench.records.directory import RunDirectory
@@ -95,8 +95,8 @@ def hosts():
 
 
 @contextlib.contextmanager
-def two_agents(folder, *faults, worker=watched_worker.__name__, **settings):
-    """A run of two ranks, one under each of two agents; their processes."""
+def two_agents(folder, *faults, worker=watched_worker.__name__, device="cpu", **settings):
+    """A run of two ranks, one under each of two agents; their processes. On GPUs each rank has one of its own."""
     run = RunDirectory.create(folder, "job", RunSpec.model_validate({"layout": {"cp": 2}, "faults": faults} | settings))
     agents = []
     for node, host in enumerate(hosts()):
@@ -110,7 +110,10 @@ def two_agents(folder, *faults, worker=watched_worker.__name__, **settings):
             "WB_HANG_S": "2.0",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(project_root()),
+            "WORKBENCH_DEVICE": device,
         }
+        if device == "cuda":  # to NCCL these are two machines: it connects them by sockets
+            environment |= {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "lo"}
         command = [*host, sys.executable, *agent_arguments(2, 2, [run.path], folder, worker)]
         with (output / "stderr.log").open("w") as errors:
             agents.append(subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True))
@@ -183,6 +186,22 @@ def test_a_slow_rank_is_named_with_its_stack_and_then_ended(tmp_path):
         ended(run, agents)
     assert run.failure()["rank"] == 1
     assert " in spin\n" in run.failure()["stack"]
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("worker", [watched_worker.__name__, WORKER], ids=["collectives", "training"])
+def test_two_agents_run_to_the_end_over_nccl(tmp_path, worker):
+    with two_agents(tmp_path, worker=worker, device="cuda", steps=3, timeout_s=120.0) as (run, agents):
+        assert [agent.wait(timeout=240) for agent in agents] == [0, 0]
+    assert run.ranks_done
+    assert len(run.steps()) == 3
+
+
+@pytest.mark.gpus(2)
+def test_a_rank_that_skips_a_collective_over_nccl_is_named(tmp_path):
+    with two_agents(tmp_path, "skip", device="cuda", steps=4, timeout_s=240.0) as (run, agents):
+        assert all(ended(run, agents))
+    assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
 
 
 def _named(run):

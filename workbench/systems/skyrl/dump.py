@@ -38,6 +38,8 @@ NAMES = {
 """SkyRL's name of a tensor [B, C] -> that of `StepDump`."""
 LOSSES = {"policy_loss": "policy", "final_loss": "total", "policy_kl": "kl_without_coefficient"}
 """SkyRL's name of a part of the loss, summed over micro-batches and ranks, or their mean -> that of `StepDump`."""
+NORM = "grad_norm"
+"""SkyRL's name of the gradient's norm, before it is clipped; of several mini-batches it is the mean."""
 WITHOUT_LIVE = "SkyRL keeps no log-probabilities of the live policy; a hook can add them as log_probs"
 WITHOUT_REWARDS = "SkyRL takes rewards out before it dumps: advantages are taken as they are"
 SEVERAL_STEPS = "the file has {} mini-batches, each an optimizer step: advantages are of all; gradients are left out"
@@ -77,12 +79,12 @@ def read_dump(path: Path) -> StepDump:
     ]
     meta, notes = batch.metadata, [] if "log_probs" in known else [WITHOUT_LIVE]
     documents, layout = _documents(path, real, mask_BC, meta), dict[str, int]()
-    losses, metrics = _status(meta.get("status"))
+    losses, metrics, norm = _status(meta.get("status"))
     steps, pad = len(meta.get("policy_mini_batch_boundaries") or (0,)), len(tensors["sequences"]) - len(mask_BC)
     if steps > 1 or pad:
         notes.append(SEVERAL_STEPS.format(steps) if steps > 1 else PADDED.format(pad))
         rows = [{name: value for name, value in row.items() if name != "coefficients"} for row in rows]
-        losses, metrics = {}, {}
+        losses, metrics, norm = {}, {}, None
     elif (split := _split(path, meta, len(rows))) is not None:
         documents["rows"], layout = split
     elif metrics:
@@ -93,9 +95,8 @@ def read_dump(path: Path) -> StepDump:
         del documents["rewards"]
     elif "rewards" not in documents:
         notes.append(WITHOUT_REWARDS)
-    return packed(
-        path, rows, documents, system="skyrl", layout=layout, losses=losses, metrics=metrics, notes=tuple(notes)
-    )
+    more = {"layout": layout, "losses": losses, "metrics": metrics, "gradient_norm": norm, "notes": tuple(notes)}
+    return packed(path, rows, documents, system="skyrl", **more)
 
 
 def _split(path: Path, metadata: Mapping[str, Any], number: int) -> tuple[Tensor, dict[str, int]] | None:
@@ -125,15 +126,15 @@ def _without_padding(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
     return {name: value[: number - pad] for name, value in tensors.items()}
 
 
-def _status(status: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """Losses and statistics of the loss, by SkyRL's names in its logs, of what the update returned."""
+def _status(status: Any) -> tuple[dict[str, float], dict[str, float], float | None]:
+    """Losses, statistics of the loss by SkyRL's names, and the gradient's norm, of what the update returned."""
     given = status if isinstance(status, Mapping) else {}
     numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
     losses = {ours: numbers.pop(name) for name, ours in LOSSES.items() if name in numbers}
     metrics = {f"policy/{name}": value for name, value in numbers.items() if name.startswith("loss_metrics/")}
     if "kl_without_coefficient" in losses:
         metrics["policy/policy_kl"] = losses["kl_without_coefficient"]
-    return losses, metrics
+    return losses, metrics, numbers.get(NORM)
 
 
 def _documents(

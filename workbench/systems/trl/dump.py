@@ -41,6 +41,9 @@ NAMES = {
 }
 """TRL's name of a tensor [B, C], or [B, 1], -> that of `StepDump`."""
 
+NORM = "grad_norm"
+"""Trainer's name of the gradient's norm, before it is clipped; it is logged after the step, so that a hook adds it."""
+
 TEXT = ("step", "prompt", "completion", "advantage")
 """Columns of logged completions that are no rewards."""
 
@@ -69,13 +72,15 @@ def read_dump(path: Path) -> StepDump:
     advantages = content.get("advantages")
     if isinstance(advantages, Tensor):
         (documents if advantages.dim() == 1 else tokens)["advantages"] = advantages
-    loss, metrics = content.get("loss"), content.get("metrics")
+    loss, given = content.get("loss"), content.get("metrics")
+    metrics = _numbers(given if isinstance(given, Mapping) else {})
     return rectangle(
         tokens,
         documents,
         system="trl",
         losses={} if loss is None else {"total": float(loss)},
-        metrics=_numbers(metrics if isinstance(metrics, Mapping) else {}),
+        gradient_norm=metrics.pop(NORM, None),
+        metrics=metrics,
         origin=str(path),
         ids=_prompts(path, content),
         gradients=gradients_of(path, content.get("gradients")),

@@ -40,6 +40,9 @@ NAMES = {
 LOSSES = {"actor/pg_loss": "policy", "actor/kl_loss": "kl_without_coefficient", "kl_loss": "kl_without_coefficient"}
 """verl's name of a part of the loss -> that of `StepDump`; both names of the penalty are in use."""
 
+NORM = "actor/grad_norm"
+"""verl's name of the gradient's norm, before it is clipped (`optimizer_step` of its engines, 0.9.1)."""
+
 
 def read_dump(path: Path) -> StepDump:
     """Read a `DataProto` (any suffix), a TensorDict or dict of its tensors, or generations (.jsonl).
@@ -72,6 +75,7 @@ def read_dump(path: Path) -> StepDump:
         documents,
         system="verl",
         losses=losses,
+        gradient_norm=metrics.pop(NORM, None),
         metrics=metrics,
         temperature=float(content.meta.get("temperature", 1.0)),
         origin=str(path),

@@ -109,6 +109,9 @@ def test_metrics_need_the_split(tmp_path, monkeypatch):
     dump = rewritten(tmp_path, monkeypatch, dp_size=None)
     assert (len(dump.losses), dump.metrics) == (3, {})
     assert "dp_size" in dump.notes[0]
+    status = {**content().metadata["status"], "grad_norm": 0.5}
+    assert rewritten(tmp_path, monkeypatch, status=status).gradient_norm == 0.5
+    assert rewritten(tmp_path, monkeypatch, status=status, pad_size=1).gradient_norm is None
     two = rewritten(tmp_path, monkeypatch, dp_size=2, micro_train_batch_size_per_gpu=3)
     assert two.documents["rows"].tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
     assert two.layout == {"dp": 2, "micro_batches": 2}

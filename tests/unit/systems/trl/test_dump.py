@@ -90,6 +90,9 @@ def test_prompts_and_gradients_of_a_hook_are_read(tmp_path):
     assert sorted({len(one) for one in step.ids["prompt_ids"]}) == [3, 4]  # words of the prompts
     assert len(step.gradients) == 27
     ones = torch.ones(1, 2)
+    torch.save({"completion_mask": ones, "metrics": {"grad_norm": 0.5, "kl": 0.1}}, tmp_path / "norm.pt")
+    dump = read_dump(tmp_path / "norm.pt")
+    assert (dump.gradient_norm, dump.metrics) == (0.5, {"kl": 0.1})
     torch.save({"completion_mask": ones, "gradients": [1.0]}, tmp_path / "a.pt")
     with pytest.raises(RecordError, match="gradients: a list"):
         check_step(tmp_path / "a.pt", system="trl")

@@ -8,7 +8,9 @@ import torch
 
 from workbench.check import check_step
 from workbench.dumps.step import StepDump
+from workbench.dumps.tensordicts import KNOWN
 from workbench.errors import RecordError
+from workbench.rollouts.torch_files import read_restricted
 from workbench.systems.verl.dump import read_dump
 
 DUMPS = Path(__file__).parents[3] / "dumps/verl"
@@ -91,6 +93,15 @@ def test_a_dict_of_tensors_is_a_batch(tmp_path):
     dump = read_dump(tmp_path / "batch.pt")
     assert isinstance(dump, StepDump)
     assert "a hook can add them" in dump.notes[0]
+
+
+def test_the_norm_of_the_gradient_is_no_metric(monkeypatch):
+    batch = read_restricted(DUMPS / "token_mean.pkl", known=KNOWN)
+    batch.meta["metrics"]["actor/grad_norm"] = 0.5
+    monkeypatch.setattr("workbench.systems.verl.dump.read_restricted", lambda *_, **__: batch)
+    dump = read_dump(DUMPS / "token_mean.pkl")
+    assert dump.gradient_norm == 0.5
+    assert "actor/grad_norm" not in dump.metrics
 
 
 @pytest.mark.parametrize(("content", "message"), [([1], "a list"), ({"a": torch.ones(2)}, "tensors a")])
