@@ -149,6 +149,7 @@ case(
     "The engine quantises linear layers to e4m3 by rows and tokens.",
     "vLLM quantization=fp8 left on from serving",
     "easy",
+    sampler={"temperature": 0.8},
 )
 case(
     "s09-routes",
@@ -268,7 +269,7 @@ case(
     "The engine's linear layers are in e4m3 in blocks, as DeepSeek-V3 has them.",
     "block FP8 rollouts of verl and slime",
     "easy",
-    sampler=BF,
+    sampler={"temperature": 0.9},
 )
 case(
     "m09-routes",
@@ -391,8 +392,8 @@ case(
 case(
     "l09-routes",
     "massif",
-    f(ROUTES, jitter=0.6),
-    "The engine adds noise to the router's choice and records its routes; the trainer does not replay them.",
+    f(ROUTES, bias=0.6),
+    "The engine has biases that steer the router's choice alone and records its routes; the trainer knows neither.",
     "rollout routing replay (arXiv 2510.11370) that is recorded and not switched on",
     "medium",
     **ROWS,
@@ -436,11 +437,11 @@ case(
 case(
     "s14-fp8",
     "pebble",
-    f(FP8, gemms="fp8_tensorwise"),
-    "The engine's linear layers are in e4m3 with one scale a tensor.",
+    f(FP8, gemms="fp8_weights_tensorwise"),
+    "The engine stores the weights of linear layers in e4m3 with one scale a tensor.",
     "vLLM's per-tensor FP8",
     "medium",
-    **ROWS,
+    how="padded",
 )
 case(
     "s15-tokens",
@@ -458,6 +459,7 @@ case(
     "Prompts are padded on the left with pad and the padding is attended to.",
     "generate without an attention_mask",
     "medium",
+    sampler=BF,
 )
 case(
     "m14-prefix",
@@ -519,9 +521,9 @@ case(
 case(
     "sp02",
     "gravel",
-    [f(STALE, older="v5"), f(OFFSET, side="trainer", offset="two")],
-    "The engine is two updates behind; the trainer scores with logits of two positions before.",
-    "a skipped sync and a shift that is done twice",
+    [f(STALE, older="v5"), f(OFFSET, side="trainer", offset="previous")],
+    "The engine is two updates behind; the trainer's values are those of the token before.",
+    "a skipped sync and a slice that begins too early",
     "medium",
 )
 case(
@@ -540,6 +542,7 @@ case(
     "The engine cuts at top_k 12 and scales the adapter by alpha alone.",
     "a rewritten LoRA loader",
     "medium",
+    sampler=BF,
 )
 case(
     "sp05",
@@ -585,6 +588,7 @@ case(
     "asynchronous agents",
     "medium",
     how="padded",
+    sampler={"temperature": 1.1},
 )
 case(
     "sp10",
@@ -601,6 +605,7 @@ case(
     "FP8 weights with one scale a tensor, and top_p 0.95.",
     "served checkpoint with its generation config",
     "medium",
+    sampler={"temperature": 0.9},
 )
 case(
     "sp12",
@@ -638,6 +643,7 @@ case(
     "a wrapper around an engine",
     "easy",
     how="padded",
+    sampler=BF,
 )
 case(
     "mp03",
@@ -655,6 +661,7 @@ case(
     "top_k 20, and a third expert a token.",
     "a serving setup",
     "medium",
+    sampler={"temperature": 0.9},
 )
 case(
     "mp05",
@@ -691,6 +698,7 @@ case(
     "Completions are tokenised again and the engine has a second bos.",
     "a chat endpoint",
     "medium",
+    sampler=BF,
 )
 case(
     "mp09",
@@ -730,9 +738,9 @@ case(
 case(
     "mp13",
     "creek",
-    [f(FP8, gemms="fp8_weights_blockwise"), f(PREFIX, prefix=("end", 9))],
-    "Weight-only block FP8, and one more token at the prompt's end.",
-    "a template with a stray newline",
+    [f(FP8, gemms="fp8_weights_blockwise"), f(PREFIX, prefix=("end", 2))],
+    "Weight-only block FP8, and an eos at the prompt's end.",
+    "prompts tokenised with a closing eos",
     "medium",
 )
 case(
@@ -779,12 +787,13 @@ case(
     "limits of a server",
     "medium",
     how="kernel",
+    sampler=BF,
 )
 case(
     "lp05",
     "massif",
-    [f(OFFSET, side="trainer", offset="own"), f(PREFIX, prefix=("next", 0), some=0.4)],
-    "The trainer's logits are not shifted; two of five completions answer the next document's prompt.",
+    [f(OFFSET, side="trainer", offset="two"), f(PREFIX, prefix=("next", 0), some=0.4)],
+    "The trainer's logits are shifted twice; two of five completions answer the next document's prompt.",
     "a gather of requests in another order",
     "hard",
 )
@@ -824,6 +833,7 @@ case(
     "Text tokenised again, from an engine without the adapter.",
     "a chat endpoint of the base model",
     "medium",
+    sampler=BF,
 )
 case(
     "lp10",
@@ -844,12 +854,11 @@ case(
 )
 case(
     "lp12",
-    "ridge",
-    [f(FP8, gemms="fp8_weights_rowwise"), f(HEAD, head="bfloat16_softmax")],
-    "Weight-only FP8, and a log-softmax in bfloat16.",
+    "massif",
+    [f(FP8, gemms="fp8_weights_rowwise"), f(HEAD, head="bfloat16")],
+    "Weight-only FP8, experts as well, and the head's GEMM and logits in bfloat16.",
     "a served bfloat16 checkpoint",
     "hard",
-    **BOTH_BF,
     **ROWS,
 )
 case(
