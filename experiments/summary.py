@@ -705,9 +705,9 @@ def sensitivity() -> str:
     return _section(
         "What a comparison sees",
         sensitivity_page.answer(record),
-        f"The measurement in float64 took {record['float64']['seconds']:.0f} s. Each gate is applied to the same "
-        "faulty runs, against the run of the same configuration without the fault; its tolerances are those of the "
-        "file and commit that the page names.",
+        f"Both precisions took {record['bars']['cpu_seconds']['measured']:.0f} s of CPU time. Each gate is applied to "
+        "the same faulty runs, against the run of the same configuration without the fault; its tolerances are those "
+        "of the file and commit that the page names.",
         _table(("check", *sensitivity_page.HEADS[3:]), rows, right=range(1, 5)),
         _source("sensitivity/sensitivity.json", "sensitivity/report.html", "python -m workbench bench sensitivity"),
     )
@@ -897,6 +897,7 @@ def growth() -> str:
         "least of several. The exponent is that of the part above the smallest size, between the two largest; none: "
         "the largest adds less than a tenth to the start-up.",
         _table(growth_page.HEAD, growth_page.rows(record), right=[3]),
+        growth_page.constant(),
         growth_page.long_comparison(record),
         _source("growth/growth.json", None, "python -m experiments.growth.measure"),
     )

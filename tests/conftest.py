@@ -12,7 +12,9 @@ import tempfile
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.interpreted_triton import interpret_where_no_gpu_is
+from workbench.launch import processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
@@ -38,6 +40,14 @@ def pytest_terminal_summary(terminalreporter, config):
             f"in random order; --randomly-seed={config.option.randomly_seed} repeats it, "
             "-p no:randomly takes that of the files"
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_ready():
+    """The launcher's fork servers are forks, too: each would load torch and transformers again, 4.5 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        warm.start_from(patch, processes)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +102,7 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)  # by default 5 % of the time of the tests that start no process
 
 
 def pytest_collection_finish():

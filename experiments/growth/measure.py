@@ -1,7 +1,8 @@
 """Growth of cost: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
-python experiments/growth/measure.py            writes growth.json next to it
-python experiments/growth/measure.py report     measures that part alone: verbs, reading, long, preparation or report
+python -m experiments.growth.measure            writes growth.json next to it
+python -m experiments.growth.measure report     measures that part alone: verbs, reading, long, preparation, report or
+                                                computing, of which it also takes single entries ("run, steps")
 
 The run directories are synthetic (four steps, one parameter) and in a temporary folder. A growth exponent is the slope
 of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
@@ -18,23 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.growth.inputs import COMMANDS, make_runs
 from workbench.atomic import to_json, write_whole
 from workbench.compare import comparison
 from workbench.compare.comparison import Comparison, Configuration
-from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root, provenance
-from workbench.specs.run import RunSpec
 
 RUNS = (0, 500, 1000)
 CONFIGURATIONS = (35, 100, 200)
 DOCUMENTS = (0, 50_000, 100_000)
 TIMES = 4  # the least counts: what else this machine does only adds
-ONCE_S = 10.0  # a command that takes longer is run once: start-up is no longer what it costs
+ENOUGH_S = 4.0  # a command is not repeated once it has taken as much in all: the scatter is then some per cent of it
 VERBS = {
     "ls": ("ls",),
     "status of an experiment": ("status", "many"),
@@ -43,7 +43,6 @@ VERBS = {
     "cancel": ("cancel", "many"),
 }
 """Of runs that have ended: `attach` lists them and returns, `cancel` finds nothing to end."""
-STEPS = 4
 SIZES = (1, 10, 100, 1000)
 """Of what a verb reads that is not an experiment's run directories alone."""
 
@@ -77,30 +76,10 @@ for row in pack(batch, rows=8, multiple_of=4):
 """
 
 
-def make_runs(experiment: Path, number: int, *, steps: int = STEPS, tensors: bool = False) -> None:
-    """Write run directories like those of small runs that succeeded, without waiting for the disk."""
-    import torch
-
-    sync, os.fsync = os.fsync, lambda file: None
-    try:
-        for index in range(number):
-            run = RunDirectory.create(experiment / "runs", f"c{index}", RunSpec(steps=steps, precision="float64"))
-            run.set_state("running")
-            for step in range(steps):
-                numbers = {"loss/total/sum": 0.5, "gradient/norm/global": 1.0, "time/step_ms": 40.0}
-                run.append_step({"step": step, **numbers, "gradient_norms": {"w": 1.0}})
-                if tensors:
-                    run.write_tensors(f"step{step:04d}.gradients", {"w": torch.full((64,), 0.125, dtype=torch.float64)})
-            run.write_exit(0, {}, None)
-            run.set_state("succeeded")
-    finally:
-        os.fsync = sync
-
-
 def cpu_s(command: list[str], folder: Path) -> float:
     """CPU time of a command, user and system: the least of several runs. FRESH in it is another folder each time."""
     seconds: list[float] = []
-    while len(seconds) < TIMES and max(seconds, default=0.0) < ONCE_S:
+    while len(seconds) < TIMES and sum(seconds) < ENOUGH_S:
         fresh = str(folder / f"fresh-{len(seconds)}")
         seconds.append(_cpu_s([word.replace("FRESH", fresh) for word in command], folder))
     return min(seconds)
@@ -122,7 +101,9 @@ def grown(sizes: tuple[int, ...], measured: Callable[[int], float]) -> dict[str,
 
 
 def exponent(seconds: dict[int, float]) -> float | None:
-    """Slope of the time above start-up; None if the largest adds less than a tenth of it, which is noise.
+    """Slope of the time above that of the smallest size, over the size above it.
+
+    None if the largest size adds less than a tenth of the time of the smallest, which is noise.
 
     Example:
         >>> exponent({0: 1.0, 500: 2.0, 1000: 3.0}), exponent({0: 1.0, 500: 2.0, 1000: 5.0})
@@ -132,7 +113,7 @@ def exponent(seconds: dict[int, float]) -> float | None:
     start, small, large = seconds[first], seconds[half] - seconds[first], seconds[most] - seconds[first]
     if large < 0.1 * start or small <= 0:
         return None
-    return round(math.log(large / small) / math.log(most / half), 2)
+    return round(math.log(large / small) / math.log((most - first) / (half - first)), 2)
 
 
 def disk(experiment: Path) -> dict[str, float]:
@@ -215,6 +196,23 @@ def measure_reading(sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
             "check, documents of a dump": measured("-m", "workbench", "check", "dump"),
         }
     return {"provenance": provenance(project_root()), "sizes": list(sizes), "verbs": results}
+
+
+def measure_computing(record: dict[str, Any], entries: Sequence[str], save: Callable[[], None]) -> None:
+    """Measure the verbs that compute or read rollouts and logs, one entry after the other, each saved at once."""
+    for entry in entries:
+        sizes, command = COMMANDS[entry]
+        with tempfile.TemporaryDirectory() as name:
+            folders = {size: Path(name) / str(size) for size in sizes}
+            for folder in folders.values():
+                folder.mkdir()
+
+            def seconds(size: int, folders: dict[int, Path] = folders, command: Any = command) -> float:
+                words = command(folders[size], size)
+                return cpu_s([sys.executable, "-m", "workbench", *words], folders[size])
+
+            record[entry] = grown(sizes, seconds) | {"provenance": provenance(project_root())}
+        save()
 
 
 def write_dump(folder: Path, documents: int, tokens: int = 32) -> None:
@@ -310,7 +308,7 @@ def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str
 
 if __name__ == "__main__":
     file = Path(__file__).with_name("growth.json")
-    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "report"]
+    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "report", "computing"]
     record = json.loads(file.read_text()) if file.exists() else {}
     if "verbs" in parts:
         record |= measure_verbs()
@@ -322,4 +320,7 @@ if __name__ == "__main__":
         record["preparation of a step"] = measure_preparation()
     if "report" in parts:
         record["report"] = measure_report()
+    computing = record.setdefault("computing", {})
+    chosen = list(COMMANDS) if "computing" in parts else [entry for entry in parts if entry in COMMANDS]
+    measure_computing(computing, chosen, lambda: write_whole(file, to_json(record)))
     write_whole(file, to_json(record))

@@ -14,23 +14,69 @@ LABELS = {
     "report, saved configurations": ("`report --no-notebook`", "saved configurations"),
     "diagnose, steps of two runs": ("`diagnose`", "steps"),
     "check, documents of a dump": ("`check`", "documents"),
+    "run, configurations": ("`run --where here`", "configurations"),
+    "run, steps": ("`run --where here`", "steps"),
+    "bisect, documents": ("`bisect`", "documents of a step"),
+    "prove, rounds": ("`prove --rounds`", "cases of each invariant"),
+    "attribute, documents": ("`attribute --draws 1`", "completions"),
+    "rollouts import, documents": ("`rollouts import`", "documents"),
+    "rollouts check, documents": ("`rollouts check`", "documents"),
+    "logs, all lines": ("`logs --lines -1`", "lines"),
+    "logs, last 50 lines": ("`logs`", "lines"),
+    "logs, kB of one line": ("`logs`", "kB of one line, a progress bar"),
+    "doctor, runs": ("`doctor`", "runs"),
 }
 """Key of the record -> verb, and what it reads many of."""
+
+CONSTANT = {
+    "lab": "opens JupyterLab",
+    "notebooks": "copies the files that the package has",
+    "bench": "has sizes of its own",
+    "describe": "prints what the package has",
+    "schema": "prints what the package has",
+    "completion": "prints what the package has",
+    "mcp": "costs at each call what the verb of its tool costs",
+}
+"""Verb without an input that grows -> what it does."""
+
+
+NOT_MEASURED = {
+    "sensitivity": "trains a step for each bug and configuration",
+    "verify": "trains as `run` does, on ranks and on one",
+    "rollouts score": "sends an engine a request for each document",
+    "rollouts record": "is mostly a warm-up that its sizes do not change",
+}
+"""Verb whose growth is not measured -> what it does."""
+
+
+def constant() -> str:
+    """Return the verbs that are not in the table, and why."""
+    reasons: dict[str, list[str]] = {}
+    for verb, reason in CONSTANT.items():
+        reasons.setdefault(reason, []).append(f"`{verb}`")
+    said = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
+    missing = "; ".join(f"`{verb}` ({reason})" for verb, reason in NOT_MEASURED.items())
+    return f"No input that grows: {'; '.join(said)}. Not measured: {missing}; any verb by the number of ranks."
 
 
 def rows(record: Mapping[str, Any]) -> list[list[str]]:
     """A row for each verb."""
     verbs = [(f"`{name}`", "runs", entry) for name, entry in record["verbs"].items()]
-    verbs += [(*LABELS[key], entry) for key, entry in record["reading"]["verbs"].items()]
+    labelled = record["reading"]["verbs"] | record["computing"]
+    verbs += [(*LABELS[key], entry) for key, entry in labelled.items()]
     return [
         [
             verb,
             many,
             ", ".join(f"{int(size):,}: {value:.2f}" for size, value in entry["cpu_s"].items()),
-            "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}",
+            ", before ".join(_exponent(each) for each in (entry, entry.get("earlier")) if each),
         ]
         for verb, many, entry in verbs
     ]
+
+
+def _exponent(entry: Mapping[str, Any]) -> str:
+    return "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}"
 
 
 def long_comparison(record: Mapping[str, Any]) -> str:

@@ -3,6 +3,9 @@
 ``python -m experiments.sensitivity.drawn`` draws ablations: layout, micro-batches, loss, advantages, head, optimizer,
 precision and rollout dataset. In each it predicts from data, settings and the clean run which known bugs the comparison
 rejects, measures all of them, and writes ``drawn.json``.
+
+A blind draw is announced first: ``--announce`` writes its predictions to ``announced.json``, which has to be committed
+before ``python -m experiments.sensitivity.drawn NUMBER`` measures it and adds it to the record.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,20 +21,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.sensitivity.predictions import predict
 from workbench.atomic import from_json, to_json, write_whole
 from workbench.compare.comparison import AGREES
-from workbench.errors import WorkbenchError
+from workbench.errors import RecordError, WorkbenchError
 from workbench.experiment import Experiment
-from workbench.faults import load_fault
+from workbench.faults import fault_names, load_fault
 from workbench.mutation_score import sensitivity
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.files import load
 from workbench.sensitivity.changes import DATA
-from workbench.sensitivity.measure import run_clean
-from workbench.sensitivity.trials import Plan, Trials
 from workbench.specs.reading import merge
 
 RECORD = Path(__file__).parent / "drawn.json"
+ANNOUNCED = Path(__file__).parent / "announced.json"
 ABLATIONS = 20
 ROLLOUTS = "data/arithmetic/rollouts"
 DOCUMENTS = (5, 9)
@@ -150,15 +154,7 @@ def predicted(number: int, names: Iterable[str], project: Path) -> dict[str, lis
     """Predict faults of a drawn ablation again, from its clean runs alone: the needs that each of them lacks."""
     with tempfile.TemporaryDirectory() as folder:
         draw = drawn(number, Path(folder) / "rollouts", project)
-        experiment = Experiment(draw["ablation"], project=project)
-        plans = [Plan(plan.name, plan.spec, plan.reference, plan.truth) for plan in experiment.planned]
-        faults = [load_fault(name) for name in names]
-        clean = run_clean(Trials(plans, Path(folder), project), ["changed"], [fault.seam for fault in faults])
-        return {
-            fault.name: [need.missing for need in choice.missing]
-            for fault in faults
-            if (choice := clean.choose(fault)) is not None
-        }
+        return predict(Experiment(draw["ablation"], project=project), ["changed"], names)
 
 
 def predict_again(entry: Mapping[str, Any], project: Path) -> dict[str, Any]:
@@ -178,6 +174,58 @@ def predict_again(entry: Mapping[str, Any], project: Path) -> dict[str, Any]:
     }
 
 
+SHOWN, HIDDEN, INADMISSIBLE = "+-."
+"""A fault of an announced draw is predicted to be rejected, or accepted; or no run calls its seam."""
+
+
+def announce(numbers: Iterable[int], project: Path) -> dict[str, Any]:
+    """Predict every fault of draws that are not measured: a sign for each; draws that are refused have none."""
+    names = [name for name in fault_names() if (own := load_fault(name)).changes_numbers or own.changes_update]
+    draws = {}
+    for number in numbers:
+        try:
+            missing = predicted(number, names, project)
+        except WorkbenchError as error:
+            draws[str(number)] = f"refused: {error.parts['requested']}"
+            continue
+        signs = [INADMISSIBLE if name not in missing else HIDDEN if missing[name] else SHOWN for name in names]
+        draws[str(number)] = "".join(signs)
+    return {"faults": names, "draws": draws}
+
+
+def commit_of_announcement(entry: Mapping[str, Any]) -> str:
+    """Return the commit that has the predictions of a measured draw; "" if it was not announced.
+
+    Raises:
+        RecordError: they are not committed, or the measurement predicts otherwise.
+    """
+    announced = json.loads(ANNOUNCED.read_text()) if ANNOUNCED.exists() else {"faults": [], "draws": {}}
+    signs = announced["draws"].get(str(entry["number"]), "")
+    if not signs or "refused" in entry:
+        return ""
+    requested = f"measure draw {entry['number']}, whose predictions are announced"
+    expected = {pair for pair in zip(announced["faults"], signs, strict=True) if pair[1] != INADMISSIBLE}
+    own = {(name, HIDDEN if result["missing"] else SHOWN) for name, result in entry["results"].items()}
+    if changed := {name for name, _ in expected ^ own}:
+        raise RecordError(
+            requested,
+            found=f"other predictions now: {', '.join(sorted(changed))}",
+            rule="the code that predicts is that of the announcement",
+            fix="announce a draw that is not measured yet",
+        )
+    if _git("status", "--porcelain", "--", ANNOUNCED.name):
+        raise RecordError(requested, rule="predictions are committed before they are measured", fix="commit them first")
+    return _git("log", "-1", "--format=%h", "--", ANNOUNCED.name)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ANNOUNCED.parent, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RecordError(" ".join(command), found=done.stderr.strip(), rule="announced draws are measured in a clone")
+    return done.stdout.strip()
+
+
 def measure(
     numbers: range | list[int],
     *,
@@ -189,47 +237,75 @@ def measure(
     entries: list[dict[str, Any]] = []
     for number in numbers:
         entries.append(measured(number, project))
+        if commit := commit_of_announcement(entries[-1]):
+            entries[-1]["announced"] = commit
         report_progress(summary(entries[-1]))
         if sum("refused" not in entry for entry in entries) == wanted:
             break
     return {
         "benchmark": "drawn ablations",
-        "command": " ".join(["python -m experiments.sensitivity.drawn", *(str(entry["number"]) for entry in entries)]),
+        "command": command_of(entries),
         "device": "cpu, simulated ranks",
         "ablations": entries,
         "provenance": provenance(project),
     }
 
 
-def packed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record in a fifth of its size: each result as its verdict and the numbers of the reasons it lacks."""
-    results = [result for entry in record["ablations"] for result in entry.get("results", {}).values()]
-    reasons = sorted({reason for result in results for reason in result["missing"]})
+def command_of(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Command that measures the draws of a record."""
+    return " ".join(["python -m experiments.sensitivity.drawn", *(str(entry["number"]) for entry in entries)])
 
-    def text(result: Mapping[str, Any]) -> str:
-        return " ".join(
-            [result["verdict"].replace(" ", "_"), *(str(reasons.index(each)) for each in result["missing"])]
-        )
+
+def packed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in a tenth of its size.
+
+    The results of an ablation are a word for each of the record's ``faults``: "-" if it is not admissible, else the
+    number of its verdict and, after a colon, those of the reasons that it lacks.
+    """
+    results = [entry.get("results", {}) for entry in record["ablations"]]
+    faults = sorted({name for each in results for name in each})
+    verdicts = sorted({result["verdict"] for each in results for result in each.values()})
+    reasons = sorted({reason for each in results for result in each.values() for reason in result["missing"]})
+
+    def word(result: Mapping[str, Any] | None) -> str:
+        if result is None:
+            return "-"
+        missing = ",".join(str(reasons.index(reason)) for reason in result["missing"])
+        return str(verdicts.index(result["verdict"])) + (f":{missing}" if missing else "")
 
     entries = [
-        {**entry, "results": {name: text(result) for name, result in entry["results"].items()}}
+        {**entry, "results": " ".join(word(entry["results"].get(name)) for name in faults)}
         if "results" in entry
         else entry
         for entry in record["ablations"]
     ]
-    return {**record, "reasons": reasons, "ablations": entries}
+    return {**record, "faults": faults, "verdicts": verdicts, "reasons": reasons, "ablations": entries}
+
+
+def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a packed record with the results as `measured` has them."""
+
+    def result(word: str) -> dict[str, Any]:
+        number, _, missing = word.partition(":")
+        verdict = record["verdicts"][int(number)]
+        reasons = [record["reasons"][int(each)] for each in missing.split(",") if each]
+        return {"missing": reasons, "killed": verdict not in AGREES, "verdict": verdict}
+
+    def results(words: str) -> dict[str, Any]:
+        pairs = zip(record["faults"], words.split(), strict=True)
+        return {name: result(word) for name, word in pairs if word != "-"}
+
+    entries = [
+        {**entry, "results": results(entry["results"])} if "results" in entry else entry
+        for entry in record["ablations"]
+    ]
+    tables = ("faults", "verdicts", "reasons")
+    return {key: value for key, value in record.items() if key not in tables} | {"ablations": entries}
 
 
 def load_record(path: Path = RECORD) -> dict[str, Any]:
     """Return a saved record, with the results as `measured` has them."""
-    record = from_json(path.read_text())
-    for entry in record["ablations"]:
-        for name, text in entry.get("results", {}).items():
-            verdict, *numbers = text.split()
-            verdict = verdict.replace("_", " ")
-            missing = [record["reasons"][int(number)] for number in numbers]
-            entry["results"][name] = {"missing": missing, "killed": verdict not in AGREES, "verdict": verdict}
-    return record
+    return unpacked(from_json(path.read_text()))
 
 
 def summary(entry: Mapping[str, Any]) -> str:
@@ -246,10 +322,16 @@ def summary(entry: Mapping[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the draws, or those that are named, and write the record of all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("numbers", nargs="*", type=int, help="draws to measure; without any, the first 20 that run")
+    parser.add_argument(
+        "numbers", nargs="*", type=int, help="draws to add to the record; without any, the first 20 that run"
+    )
+    parser.add_argument("--announce", action="store_true", help="predict the named draws, and measure nothing")
     parser.add_argument("--predict", action="store_true", help="keep the record's measurements, and predict them again")
     chosen = parser.parse_args(arguments)
     named = chosen.numbers
+    if chosen.announce:
+        write_whole(ANNOUNCED, to_json(announce(named, project_root())))
+        return 0
     if chosen.predict:
         saved = load_record()
         entries = [predict_again(entry, project_root()) for entry in saved["ablations"]]
@@ -259,6 +341,10 @@ def main(arguments: list[str] | None = None) -> int:
         named or range(10 * ABLATIONS),
         report_progress=lambda line: print(line, flush=True),
     )
+    if named:
+        kept = {entry["number"]: entry for entry in (*load_record()["ablations"], *record["ablations"])}
+        entries = [kept[number] for number in sorted(kept)]
+        record |= {"ablations": entries, "command": command_of(entries)}
     write_whole(RECORD, to_json(packed(record)))
     return int(any(entry.get("disagreements") for entry in record["ablations"]))
 

@@ -1,6 +1,7 @@
 """Imports run down the layers only, each outside library is imported in its own modules only, and losses are pure."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -63,11 +64,14 @@ NEIGHBOURS = {
 }
 
 
+@functools.cache
 def imported(source):
     """(line, dotted module) of every import, also those inside functions."""
-    for statement in import_statements(source):
-        yield statement.node.lineno, statement.module
-        yield from ((statement.node.lineno, f"{statement.module}.{name}") for name in statement.names)
+    return [
+        (statement.node.lineno, module)
+        for statement in import_statements(source)
+        for module in (statement.module, *(f"{statement.module}.{name}" for name in statement.names))
+    ]
 
 
 def broken_rules(here, source):

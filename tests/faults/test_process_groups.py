@@ -69,3 +69,8 @@ def test_attention_returns_to_its_first_group():
         before = row.source_T[: half + 1]  # the first token of the second shard is predicted by the first
         assert not off[before[before >= 0]].any()
     assert off.any()
+
+
+def test_a_second_tp_rank_is_no_second_pass_of_attention():
+    one_row = shown("attention_returns_to_built_group", layout={"cp": 2, "tp": 2}, data={"micro_batches": 1})
+    assert not moved(one_row).any()

@@ -144,6 +144,18 @@ def test_later_micro_batches_of_other_ranks_are_lost(policy):
     assert pair.cosine < 0.98
 
 
+@pytest.mark.parametrize("name", ["missing_cp_factor", "expert_gradients_times_ep"])
+def test_frozen_weights_have_no_gradient_to_scale(name):
+    pair = shown(name, lora={"r": 2, "init_lora_weights": "random"})
+    assert all("lora" in name for name in pair.right.gradients)
+
+
+def test_frozen_weights_have_no_later_micro_batches():
+    pair = shown("first_micro_batch_synchronised", lora={"r": 2, "init_lora_weights": "random"})
+    assert pair.wrong_gradients
+    assert all("lora" in name for name in pair.right.gradients)
+
+
 def test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone():
     pair = shown("gradients_kept_in_bfloat16")
     assert 1e-4 < error(pair) < 5e-3

@@ -43,7 +43,7 @@ def files_opened(folder: Path) -> Iterator[list[Path]]:
 @functools.cache
 def _install() -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        for look in tuple(_looking):
+        for look in tuple(_looking or ()):  # None when the interpreter ends
             look(event, arguments)
 
     sys.addaudithook(hook)

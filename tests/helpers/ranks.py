@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, spawn
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 import torch.multiprocessing as mp
 
+from tests.helpers import warm
 from tests.helpers.stand_in import stand_in
 from workbench.sharding import wire
 
@@ -84,6 +85,16 @@ def _wait_for(processes: list[Any], folder: Path, deadline: float) -> None:
         before = sizes
 
 
+def _start_server() -> None:
+    """Start the fork server, if there is none, from libraries that are loaded already."""
+    interpreter = spawn.get_executable()
+    spawn.set_executable(warm.python())
+    try:
+        forkserver.ensure_running()
+    finally:
+        spawn.set_executable(interpreter)
+
+
 def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call ``function(*arguments)`` on ``world`` ranks; results in rank order.
 
@@ -96,6 +107,7 @@ def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.preloaded"])
+    _start_server()
     processes = [
         context.Process(target=_entry, args=(r, world, str(folder), function, arguments, timeout_s))
         for r in range(world)

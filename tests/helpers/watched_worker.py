@@ -72,7 +72,7 @@ def go_wrong(faults: tuple[str, ...]) -> bool:
 
 def spin() -> None:
     while True:
-        pass
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

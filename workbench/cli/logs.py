@@ -60,14 +60,14 @@ class _Logs:
     def __init__(self, run: RunDirectory, ranks: Sequence[int] | None) -> None:
         self.run, self.ranks = run, ranks
         self.offset: dict[int, int] = {}
-        self.unfinished: dict[int, bytes] = {}
+        self.unfinished: dict[int, bytearray] = {}  # appending copies nothing: a progress bar is one long line
 
     def open_new(self, lines: int) -> None:
         """Open logs that are new, so many lines from their ends."""
         for rank in self.ranks if self.ranks is not None else _ranks_with_logs(self.run):
             path = self.run.log_path(rank)
             if rank not in self.offset and path.is_file():
-                self.offset[rank], self.unfinished[rank] = _start_offset(path, lines), b""
+                self.offset[rank], self.unfinished[rank] = _start_offset(path, lines), bytearray()
 
     def read(self) -> Iterator[tuple[int, str]]:
         """Yield new whole lines."""
@@ -76,20 +76,22 @@ class _Logs:
             if not path.is_file():
                 continue
             if path.stat().st_size < self.offset[rank]:  # the log was started again
-                self.offset[rank], self.unfinished[rank] = 0, b""
+                self.offset[rank], self.unfinished[rank] = 0, bytearray()
             with path.open("rb") as file:
                 file.seek(self.offset[rank])
                 while block := file.read(_BLOCK):
                     self.offset[rank] += len(block)
-                    *whole, self.unfinished[rank] = (self.unfinished[rank] + block).split(b"\n")
-                    yield from ((rank, _text(line)) for line in whole)
+                    self.unfinished[rank] += block
+                    if b"\n" in block:
+                        *whole, self.unfinished[rank] = self.unfinished[rank].split(b"\n")
+                        yield from ((rank, _text(line)) for line in whole)
 
     def rest(self) -> Iterator[tuple[int, str]]:
         """Yield last lines without a line break."""
         for rank, line in sorted(self.unfinished.items()):
             if line:
                 yield rank, _text(line)
-        self.unfinished = dict.fromkeys(self.unfinished, b"")
+        self.unfinished = {rank: bytearray() for rank in self.unfinished}
 
     def refuse_missing(self) -> None:
         """Raise an error for requested ranks that have no log."""
@@ -123,16 +125,16 @@ def _start_offset(path: Path, lines: int) -> int:
             size = min(_BLOCK, place)
             file.seek(place - size)
             block = file.read(size)
-            while (newline := block.rfind(b"\n")) >= 0 and remaining > 0:
+            newline = size
+            while (newline := block.rfind(b"\n", 0, newline)) >= 0 and remaining > 0:
                 remaining -= 1
                 if not remaining:
                     return place - size + newline + 1
-                block = block[:newline]
             place -= size
     return 0 if lines else end
 
 
-def _text(line: bytes) -> str:
+def _text(line: bytes | bytearray) -> str:
     return line.decode("utf8", errors="backslashreplace")
 
 

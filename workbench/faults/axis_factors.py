@@ -116,8 +116,9 @@ def missing_cp_factor(sum_gradients: Callable, model: nn.Module, shards: object,
     """Gradients are averaged over context-parallel ranks, each of which has only a part of the sum."""
     sum_gradients(model, shards, mesh, *more)
     for parameter in model.parameters():
-        assert parameter.grad is not None, "sum_gradients gives every parameter its sum"
-        parameter.grad.div_(mesh["cp"].size)
+        if parameter.requires_grad:
+            assert parameter.grad is not None, "sum_gradients gives every trained parameter its sum"
+            parameter.grad.div_(mesh["cp"].size)
 
 
 @fault(

@@ -32,7 +32,7 @@ def expert_gradients_times_ep(sum_gradients: Callable, model: Any, shards: Shard
     """Gradients of experts, which are sums over the tokens of all ep ranks already, count once for each of them."""
     sum_gradients(model, shards, mesh, *more)
     for name, parameter in model.named_parameters():
-        if shards[name].over_ep:
+        if parameter.requires_grad and shards[name].over_ep:
             local_values(parameter.grad).mul_(mesh["ep"].size)
 
 

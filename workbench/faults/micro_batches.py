@@ -85,7 +85,7 @@ def first_micro_batch_synchronised(run_step: Callable, policy: Policy, *args: ob
     hooks = [
         parameter.register_post_accumulate_grad_hook(lose_later_ones)
         for parameter in policy.model.parameters()
-        if elsewhere
+        if elsewhere and parameter.requires_grad
     ]
     try:
         return run_step(policy, *args, **options)

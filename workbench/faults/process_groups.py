@@ -157,20 +157,20 @@ def embeddings_sliced_by_other_group(
 @fault(
     seam="split_row",
     origin="NVIDIA/Megatron-LM#7452, finding 13 (under Megatron-Bridge's context parallelism of evaluations)",
-    signature="the first micro-batch right; in all others tokens attend to the keys on their own rank alone: of "
+    signature="a run's first micro-batch right; in all others tokens attend to the keys on their own rank alone: of "
     "documents that straddle ranks, what follows the first rank is wrong, and with it loss and gradients",
     shows_in={"layout": {"cp": 2}, "data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    hidden_in={"data": {"micro_batches": 1}, "steps": 1},
     detected_by="tests/faults/test_process_groups.py::test_attention_returns_to_its_first_group",
     factory=True,
 )
 def attention_returns_to_built_group(split_row: Callable) -> Callable:
     """Behind the first forward attention takes the group again that the model was built with: one rank alone."""
-    rows: dict[tuple[int, int], int] = {}
+    rows: dict[tuple[int, ...], int] = {}
 
     def broken(row: Any, weights: Any, documents: Any, plan: ShardPlan, mesh: Mesh, layout: Any) -> Any:
         local = split_row(row, weights, documents, plan, mesh, layout)
-        here = mesh["dp"].rank, mesh["cp"].rank
+        here = tuple(mesh.coordinates.values())
         rows[here] = rows.get(here, 0) + 1
         if rows[here] == 1 or plan.cp == 1:
             return local

@@ -29,6 +29,7 @@ from workbench.mismatch.settings import Trainer
 from workbench.policy.decoder import head_of, load_decoder
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.routers import has_known_gates
 
 TOKENS = 8192
 """Tokens of a forward pass."""
@@ -111,7 +112,16 @@ class Computation:
     @property
     def mixture(self) -> bool:
         """True if the model has routers of experts."""
-        return any(type(module).__name__.endswith("Router") for module in self.base.modules())
+        return bool(self._routers)
+
+    @property
+    def routes_recorded(self) -> bool:
+        """True if the sampler's routes are in the record, and the model's routers can take them."""
+        return self.all_documents[0].routes is not None and all(map(has_known_gates, self._routers))
+
+    @property
+    def _routers(self) -> list[nn.Module]:
+        return [module for module in self.base.modules() if type(module).__name__.endswith("Router")]
 
     def _load(self, name: str) -> Any:
         source = self._sources[name]

@@ -205,7 +205,7 @@ def _routes(state: State) -> Iterator[Switch]:
     if not state.computation.mixture:
         return
     now = state.configuration
-    if state.computation.documents[0].routes is not None:
+    if state.computation.routes_recorded:
         yield from _values("routes", "routes", ("own", "recorded"), "{} routes", now.routes)
     yield from _values("routes", "router", ("own", *VARIANTS), "router: {}", now.router)
 
@@ -256,7 +256,7 @@ def _prefix(state: State) -> Iterator[Switch]:
         yield Switch("wrong prefix", f"prompt: {name}", (("prefix", name),))
     own = {names[int(best)] for best, gain in zip(gains_ND.argmax(0), gains_ND.amax(0), strict=True) if gain > OWN_GAIN}
     if len(own) > 1:
-        off = [n for n in order if float(means[n]) > float(means.min()) + OWN_GAIN]
+        off = [n for n in order if float(means[n]) > float(means.min()) + OWN_GAIN] or order  # all may be off
         _, gains_ND = _screened(state, log_T, off)
         best = {n: names[int(gains_ND[:, i].argmax())] for i, n in enumerate(off) if gains_ND[:, i].max() > OWN_GAIN}
         table = [best.get(n, RECORDED) for n in range(len(computation.documents))]

@@ -12,11 +12,13 @@ import torch
 from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import RECORDED, Configuration
 from workbench.mismatch.quantities import sampling_logprobs
+from workbench.rollouts.sampling import Sampling
 
 DECISIVE = 3.0
 """Nats of log-likelihood that decide: odds of 20 to 1. Source: Kass and Raftery, Bayes Factors (1995), "strong"."""
-OUTSIDE = -7.0
-"""Nats of a token outside a support: rounding moves tokens across its edge, so that one of them does not decide."""
+OUTSIDE = 2.0
+"""Nats by which a token outside a support is less likely than without the support: rounding moves tokens across its
+edge, so that one of them does not decide, and two do."""
 SAMPLE = 4096
 
 
@@ -29,11 +31,9 @@ def evidence(computation: Computation, first: Configuration, second: Configurati
         drawn = configuration.with_changes({"offset": "none", "tokens": RECORDED})
         logits_TV, tokens_T = computation.logits_of(drawn, at_T)
         for logits, tokens in zip(logits_TV.split(512), tokens_T.split(512), strict=True):
-            own_T = sampling_logprobs(
-                logits,
-                tokens,
-                temperature=configuration.temperature,
-                sampling=configuration.sampling,
+            own_T, whole_T = (
+                sampling_logprobs(logits, tokens, temperature=configuration.temperature, sampling=sampling)
+                for sampling in (configuration.sampling, Sampling())
             )
-            total += sign * float(own_T.clamp(min=OUTSIDE).sum())
+            total += sign * float(torch.where(own_T.isneginf(), whole_T - OUTSIDE, own_T).sum())
     return total

@@ -2,7 +2,7 @@
 
     own                 as the model computes it
     float32, bfloat16   logits of the router from operands of this dtype
-    chosen -1, +1       one expert fewer or more for each token
+    chosen -1, +1       one expert fewer or more for each token; recorded routes have the model's own number
     renormalized        gates that sum to 1, where the model's do not; and the other way round
 
 Letters: t tokens | E experts | k experts of a token.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.policy.routers import NO_ROUTE, replayed_gates
+from workbench.policy.routers import NO_ROUTE, has_known_gates, replayed_gates
 
 VARIANTS = ("float32", "bfloat16", "chosen -1", "chosen +1", "renormalized")
 
@@ -27,9 +27,7 @@ def install_router(model: Any, name: str) -> Any:
     """Change all routers of a model, in place, and prepare them for recorded routes; return the model."""
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
     for number, router in enumerate(routers):
-        if name.startswith("chosen"):
-            router.top_k = min(max(1, router.top_k + int(name.split()[1])), router.num_experts)
-        elif name == "renormalized":
+        if name == "renormalized":
             router.norm_topk_prob = not getattr(router, "norm_topk_prob", True)
         router.forward = _Router(router, router.forward, number, name)
     vars(model)["routers_of_record"] = routers
@@ -58,14 +56,20 @@ class _Router:
     def __init__(self, module: Any, forward: Any, number: int, name: str) -> None:
         self.module, self.forward, self.number, self.name = module, forward, number, name
         self.given: Tensor | None = None
+        self.own = module.top_k
+        more = int(name.split()[1]) if name.startswith("chosen") else 0
+        self.chosen = min(max(1, self.own + more), module.num_experts)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.module.top_k = self.chosen if self.given is None else self.own
         if self.name in ("float32", "bfloat16"):
             dtype = getattr(torch, self.name)
             weight_ED, kept = self.module.weight, hidden.dtype
             self.module.weight = torch.nn.Parameter(weight_ED.to(dtype), requires_grad=False)
             logits_tE, gates_tk, own_tk = self.forward(hidden.to(dtype))
             self.module.weight = weight_ED
+            if has_known_gates(self.module):  # of the logits in float32: its own are rounded to the router's dtype
+                gates_tk = replayed_gates(self.module, logits_tE.float(), own_tk)
             gates_tk = gates_tk.to(kept)
         else:
             logits_tE, gates_tk, own_tk = self.forward(hidden)

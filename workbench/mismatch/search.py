@@ -48,10 +48,17 @@ WEIGHTS = ("stale weights", "head precision", "trunk precision", "FP8", "LoRA me
 LIKELIER = 20.0
 """Nats of a normal log-likelihood by which other weights have to be likelier: of tokens that are not independent, with
 some 30 switches tried."""
+DOCUMENTS = 4
+"""Documents from which on their spread says anything; a convention."""
+MIDDLE = 3.0
+"""Standard errors, over tokens, by which squared distances have to shrink: `LIKELIER` takes distances for normal, and
+those of a mixture whose routes flip are not."""
 REPRODUCED = 1e-5
 """Nats of a median token up to which a sampler's rounding is reproduced: half the tokens to the last bits."""
 FURTHER = 3.0
 """Multiple of the distance from the record beyond which another column is not tried as its middle."""
+ROUNDS = 12
+"""Times that a temperature and a truncation are fitted in turn: each value shifts the other's."""
 FITTED_FACTORS = ("temperature", "truncation", "tokenisation", "wrong prefix")
 """Factors whose values are fitted, under the switches so far."""
 WITHIN = 2.5
@@ -128,21 +135,32 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
         if state.switches:
             ranked = _fitted_again(computation, stated, ranked, recorded_T, counted_T)
         everything += ranked
-        nearest = next((one for one in ranked if better(one, best, recorded_T, counted_T, noise)), None)
+        nearest = next(
+            (one for one in ranked if better(one, best, recorded_T, counted_T, computation.document_T, noise)), None
+        )
         best = nearest or best
         beam = [best] if best.switches and within_noise(best) else _diverse(ranked)
         if not beam or (nearest is None and (best is not start or depth or within_noise(start))):
             break
     best = _pruned(computation, stated, best, recorded_T, counted_T, noise)
-    best = _refined(computation, stated, best, recorded_T, counted_T)
+    refined = _refined(computation, stated, best, recorded_T, counted_T)
+    if refined is not best:  # on these weights a rounding may come out that did not on others
+        tried = [
+            switched(computation, stated, refined, switch, recorded_T, counted_T)
+            for switch in _proposed(computation, stated, refined, recorded_T, noise)
+        ]
+        nearest = min(tried, key=lambda one: one.score, default=refined)
+        everything += tried
+        best = nearest if better(nearest, refined, recorded_T, counted_T, computation.document_T, noise) else refined
     rivals = tuple((switch, _rivals(best, switch, everything, recorded_T, counted_T)) for switch in best.switches)
     return Explanation(best.switches, best.column_T, stated_T, rivals)
 
 
-def better(new: Found, old: Found, recorded_T: Tensor, counted_T: Tensor, noise: float) -> bool:
+def better(new: Found, old: Found, recorded_T: Tensor, counted_T: Tensor, document_T: Tensor, noise: float) -> bool:
     """True if a state with more switches comes nearer than chance and rounding could bring it.
 
-    The gain is judged where the switches act: over the tokens whose distance they change.
+    The gain is judged where the switches act: over the tokens whose distance they change; that of another rounding over
+    documents as well, as one flipped route or quantised value moves all later tokens of its document.
     """
     before_T, after_T = (distance(one.column_T, recorded_T, counted_T) for one in (old, new))
     both_T = before_T.isfinite() & after_T.isfinite()
@@ -154,7 +172,13 @@ def better(new: Found, old: Found, recorded_T: Tensor, counted_T: Tensor, noise:
     error = float(moved.square().sum().sqrt())
     left_T, right_T = before_T[both_T].exp(), after_T[both_T].exp()
     halves = float(left_T.sum()) >= math.exp(GAIN * extra) * float(right_T.sum()) and float(left_T.mean()) > 2 * noise
-    return float(moved.sum()) >= SIGNS * error and (float(moved.mean()) >= GAIN * extra or halves)
+    if float(moved.sum()) < SIGNS * error or not (float(moved.mean()) >= GAIN * extra or halves):
+        return False
+    added = [switch for switch in new.switches if switch not in old.switches]
+    if not all(switch.factor in ROUNDING and not BY_NAME[switch.factor].partial for switch in added):
+        return True
+    gains_N = torch.zeros(int(document_T.max()) + 1, dtype=gain_T.dtype).index_add(0, document_T[both_T], gain_T)
+    return len(gains_N) < DOCUMENTS or float(gains_N.mean()) >= SIGNS * float(gains_N.std()) / len(gains_N) ** 0.5
 
 
 def _mean(state: Found, recorded_T: Tensor, counted_T: Tensor) -> float:
@@ -221,19 +245,29 @@ def _fitted_again(
     """Fit earlier switches of the nearest states again: a value that was fitted under a wrong trunk is a little off."""
     fitted = []
     for one in ranked[: 2 * WIDTH]:
-        for number, switch in enumerate(one.switches[:-1]):
-            if switch.factor not in FITTED_FACTORS:
-                continue
-            rest = (*one.switches[:number], *one.switches[number + 1 :])
-            column_T = computation.assembled(stated, rest)
-            start = Found(rest, column_T, score(column_T, recorded_T, counted_T))
-            view = State(computation, configured(stated, rest), recorded_T, column_T)
-            for new in BY_NAME[switch.factor].propose(view):
-                again = switched(computation, stated, start, new, recorded_T, counted_T)
-                if again.score < one.score:
-                    one = again
+        for _ in range(ROUNDS):
+            before = one
+            for switch in one.switches[:-1]:  # which moves the fitted one to the end
+                if switch.factor in FITTED_FACTORS:
+                    one = _fitted_once(computation, stated, one, switch, recorded_T, counted_T)
+            if len({switch.factor for switch in one.switches} & set(SAMPLING)) < 2 or one.score >= before.score:
+                break
         fitted.append(one)
     return sorted([*fitted, *ranked[2 * WIDTH :]], key=lambda one: one.score)
+
+
+def _fitted_once(
+    computation: Computation, stated: Configuration, state: Found, switch: Switch, recorded_T: Tensor, counted_T: Tensor
+) -> Found:
+    """The nearest state with another value of one of the switches, or the state itself."""
+    rest = tuple(one for one in state.switches if one is not switch)
+    column_T = computation.assembled(stated, rest)
+    start = Found(rest, column_T, score(column_T, recorded_T, counted_T))
+    view = State(computation, configured(stated, rest), recorded_T, column_T)
+    tried = [
+        switched(computation, stated, start, new, recorded_T, counted_T) for new in BY_NAME[switch.factor].propose(view)
+    ]
+    return min([state, *tried], key=lambda one: one.score)
 
 
 def configured(stated: Configuration, switches: Sequence[Switch]) -> Configuration:
@@ -268,7 +302,7 @@ def _pruned(
         rest = tuple(one for one in best.switches if one is not switch)
         column_T = computation.assembled(stated, rest)
         without = Found(rest, column_T, score(column_T, recorded_T, counted_T))
-        if not better(best, without, recorded_T, counted_T, noise):
+        if not better(best, without, recorded_T, counted_T, computation.document_T, noise):
             return _pruned(computation, stated, without, recorded_T, counted_T, noise)
     return best
 
@@ -295,10 +329,11 @@ def _refined(
             if float(apart_T.nanmean()) > FURTHER * _mean(best, recorded_T, counted_T):
                 continue  # by the triangle inequality it is no nearer
             after = _spread(computation.assembled(stated, switches, exact=True), recorded_T, counted_T)
-            likelier = (
-                len(before) * math.log(_rms(before) / max(_rms(after), 1e-12)) if len(after) == len(before) else 0.0
-            )
-            if likelier >= LIKELIER:
+            if len(after) != len(before):
+                continue
+            likelier = len(before) * math.log(_rms(before) / max(_rms(after), 1e-12))
+            gain = before.square() - after.square()
+            if likelier >= LIKELIER and float(gain.sum()) >= MIDDLE * float(gain.square().sum().sqrt()):
                 found.append((likelier, switches))
     if not found:
         return best

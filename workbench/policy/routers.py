@@ -235,6 +235,11 @@ _FAMILIES = {
 """Kind of router in `transformers` -> its formulas."""
 
 
+def has_known_gates(router: nn.Module) -> bool:
+    """True if `replayed_gates` knows the formula of a router's gates."""
+    return type(router).__name__ in _FAMILIES
+
+
 def _family(router: nn.Module) -> _Family:
     kind = type(router).__name__
     if kind not in _FAMILIES:

@@ -27,6 +27,10 @@ LOOSE_MASK = Need(
     "a hole in a mask",
 )
 TRAINED_END = Need("no document trains its last token", lambda f: f.any_step(lambda s: s.trained_ends > 0))
+FOLLOWED_END = Need(
+    "no document that trains its last token is directly before another in its row",
+    lambda f: f.any_row(lambda r: r.followed_ends > 0),
+)
 EMPTY_SHARD = Need(
     "every row has a trained token on every rank",
     lambda f: f.any_row(lambda r: 0 in r.shard_tokens),

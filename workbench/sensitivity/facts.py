@@ -46,6 +46,7 @@ class RowFacts:
         later_documents: trained documents behind another one.
         varied_shards: cp ranks whose trained tokens have different advantages.
         padding: tokens of no document.
+        followed_ends: documents whose last token trains, directly before another document.
     """
 
     documents: int
@@ -59,6 +60,7 @@ class RowFacts:
     reached: frozenset[int]
     spread_documents: int
     padding: int
+    followed_ends: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class Observed:
         old_distance: largest |log(policy / old policy)| of a trained token, nats.
         largest_norm: largest global gradient norm.
         finite: False if a loss or a gradient norm was not finite.
+        ratios_of_parts: relative change of the loss's gradient if each rank takes a document's ratio over its own part;
+            see `workbench.sensitivity.parts`.
     """
 
     clipped: int
@@ -139,6 +143,7 @@ class Observed:
     old_distance: float
     largest_norm: float
     finite: bool
+    ratios_of_parts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ class Facts:
         key_heads: key-value heads of the decoder, and ``experts`` of each of its layers; 0 without a mixture.
         temperature: at which the policy's log-probabilities are computed.
         sinks: True if its attention has sinks.
+        tied: True if its head is the embedding.
     """
 
     spec: RunSpec
@@ -163,6 +169,7 @@ class Facts:
     experts: int
     temperature: float
     sinks: bool = False
+    tied: bool = True
 
     @property
     def resolution(self) -> float:
@@ -308,9 +315,10 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     later = sum(number > 0 for number in trained)
     spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
     ranks = frozenset[int]().union(*reached)
-    return RowFacts(
-        row.num_documents, len(trained), sum(tokens), tokens, split, torn, later, varied, ranks, spread, padding
-    )
+    inner = [number for number in trained if number < row.num_documents - 1]
+    followed = sum(bool(row.loss_mask_T[row.document_ids_T == number][-1]) for number in inner)
+    counts = row.num_documents, len(trained), sum(tokens), tokens, split, torn
+    return RowFacts(*counts, later, varied, ranks, spread, padding, followed)
 
 
 def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:
@@ -344,7 +352,7 @@ def _in_place(groups: Sequence[int]) -> bool:
     return len({*zip(groups, positions, strict=True)}) == len({*groups}) == len({*positions})
 
 
-def observed(run: RunDirectory) -> Observed:
+def observed(run: RunDirectory, ratios_of_parts: float = 0.0) -> Observed:
     """Return what the loss of a finished clean run has met."""
     clipped = below = 0
     ratio_below = 0.0
@@ -360,4 +368,4 @@ def observed(run: RunDirectory) -> Observed:
         values = [record.get(key) for key in ("loss/total/sum", "gradient/norm/global")]
         finite &= all(isinstance(value, float | int) and math.isfinite(value) for value in values)
         norms.append(float(record["gradient/norm/global"] or 0.0))
-    return Observed(clipped, below, ratio_below, distance, max(norms), finite)
+    return Observed(clipped, below, ratio_below, distance, max(norms), finite, ratios_of_parts)

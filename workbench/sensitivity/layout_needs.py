@@ -43,6 +43,8 @@ TRAINED_PIECES = Need(
     ),
 )
 ADAPTERS = Need("no adapters", lambda f: f.spec.lora.on)
+WHOLE_MODEL = Need("adapters, while the weight itself is frozen", lambda f: not f.spec.lora.on)
+TIED = Need("a head with a weight of its own", lambda f: f.tied)
 RANK_2 = Need("adapters of rank 1", lambda f: (f.spec.lora.r or 2) > 1)
 SINKS = Need("a model without attention sinks", lambda f: f.sinks)
 CHECKPOINTING = Need("activations that are not recomputed", lambda f: f.spec.layout.checkpointing)
@@ -83,6 +85,14 @@ TRAINED_LATE_ELSEWHERE = Need(
 NO_EVIDENCE = Need(
     "changes reported numbers only, and they count trained tokens in a step",
     lambda f: all(not any(rows[-1].tokens for rows in _rank_rows(f, step)) for step in f.steps),
+)
+SPLIT_LATER = Need(
+    "no trained document lies on several cp ranks behind the first forward pass",
+    lambda f: (
+        (f.spec.steps >= 2 and any(row.split_documents for step in f.steps[1:] or f.steps for row in step.rows))
+        or f.any_step(lambda s: any(row.split_documents for rows in _rank_rows(f, s) for row in rows[1:]))
+    ),
+    "three micro-batches",
 )
 TRAINED_ROWS = Need(
     "one row trains", lambda f: f.any_step(lambda s: sum(row.tokens > 0 for row in s.rows) > 1), "three micro-batches"

@@ -138,12 +138,8 @@ DOCUMENT_GRADIENT = Need(
     "one ratio for each document",
 )
 UNLIKE_RATIOS = Need(
-    "every ratio of a document is 1, and so is that of its part",
-    lambda f: (
-        f.observed.old_distance > f.resolution
-        or f.spec.loss.surrogate.kind == "luspo"
-        or f.spec.loss.correction.ratio not in ("none", "token", "given")
-    ),
+    "each part of a document has the gradient that the ratio of the whole gives it",
+    lambda f: f.observed.ratios_of_parts > f.resolution,
     "other old log-probabilities",
     True,
 )

@@ -16,6 +16,7 @@ from workbench.rollouts.files import load
 from workbench.sensitivity.changes import DATA, small_dataset
 from workbench.sensitivity.facts import Facts, observed, step_facts
 from workbench.sensitivity.needs import Need, missing_needs
+from workbench.sensitivity.parts import change_by_ratios_of_parts
 from workbench.sensitivity.record import FaultResult, Sensitivity
 from workbench.sensitivity.remedies import Remedies
 from workbench.sensitivity.trials import Clean, Plan, Trials, why_not_runnable
@@ -214,15 +215,16 @@ def run_clean(trials: Trials, names: Sequence[str], seams: Sequence[str]) -> Mea
 def facts_of(plan: Plan, clean: Clean, batch: RolloutBatch, project: Path) -> Facts:
     """Return the facts of a configuration: of its data, its settings, and its clean run."""
     spec = plan.spec
-    decoder = load_decoder(spec.model.source, project=project, seed=spec.model.seed)
+    decoder = load_decoder(spec.model.source, project=project, tied=spec.model.tied, seed=spec.model.seed)
     config = decoder.config
     return Facts(
         spec,
         step_facts(batch, spec),
-        observed(clean.run),
+        observed(clean.run, change_by_ratios_of_parts(clean.run, batch, spec, project)),
         int(config.vocab_size),
         int(config.num_key_value_heads),
         int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0),
         spec.policy.temperature or batch.temperature,
         any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
+        bool(config.tie_word_embeddings),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -33,6 +34,8 @@ def test_ranks_of_the_pool_are_timed_and_the_server_is_gone_afterwards(monkeypat
         return job
 
     monkeypatch.setattr(processes, "start", noting)
+    monkeypatch.setattr(processes, "sys", sys)
+    monkeypatch.setattr(processes, "PRELOAD", ("numpy", "torch", "torch.distributed"))
     measured = ranks_ready(ranks=(2, 3), later=2)
     assert set(measured) == {"first_s", "2", "3"}
     assert len(measured["3"]["later_s"]) == 2

@@ -6,8 +6,11 @@ import json
 
 import pytest
 
-from experiments.growth.measure import disk, exponent, make_runs, many_configurations, measure_long, write_dump
+from experiments.growth import page
+from experiments.growth.inputs import COMMANDS, make_runs
+from experiments.growth.measure import disk, exponent, many_configurations, measure_long, write_dump
 from workbench.check import check_step
+from workbench.cli import VERBS
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 
@@ -36,9 +39,30 @@ def test_runs_are_whole(tmp_path):
 
 def test_nothing_that_was_measured_grows_faster_than_linearly():
     record = json.loads(RECORD.read_text())
-    grown = {**record["verbs"], **record["reading"]["verbs"], "preparation": record["preparation of a step"]}
-    assert len(grown) == 12
+    grown = {**record["verbs"], **record["reading"]["verbs"], **record["computing"]}
+    grown["preparation"] = record["preparation of a step"]
+    assert len(grown) == 12 + len(COMMANDS)
+    for each in grown.values():
+        assert each["exponent"] == exponent({int(size): value for size, value in each["cpu_s"].items()})
     assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()
+
+
+def test_every_verb_was_measured_or_has_nothing_that_grows():
+    record = json.loads(RECORD.read_text())
+    measured = {name.split(",")[0].split()[0] for part in (record["verbs"], record["computing"]) for name in part}
+    measured |= {name.split(",")[0] for name in record["reading"]["verbs"]}
+    assert sorted([*measured, *page.CONSTANT, *(verb for verb in page.NOT_MEASURED if " " not in verb)]) == sorted(
+        VERBS
+    )
+    assert set(record["computing"]) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("entry", COMMANDS)
+def test_the_command_of_each_measurement_is_one_of_the_cli(entry, tmp_path):
+    sizes, command = COMMANDS[entry]
+    verb, *_ = command(tmp_path, sizes[0])
+    assert verb == entry.split(",")[0].split()[0]
+    assert list(sizes) == sorted(set(sizes))
 
 
 def test_a_list_and_a_status_of_a_thousand_runs_take_less_than_a_second_above_start_up():

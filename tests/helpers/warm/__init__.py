@@ -17,11 +17,11 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.helpers.programs import write_program
-from tests.helpers.stand_in import stand_in
 from workbench.launch.processes import PRELOAD
 
 FOLDER = Path(__file__).parent
@@ -41,10 +41,21 @@ def python() -> str:
     return str(Path(_server()).with_name("python"))
 
 
+class _Warm:
+    """`sys`, but for its executable, with which the server starts at the first use."""
+
+    @property
+    def executable(self) -> str:
+        return python()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
 def start_from(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Let modules that start ``sys.executable`` start warm programs."""
     for module in modules:
-        monkeypatch.setattr(module, "sys", stand_in(sys, executable=python()))
+        monkeypatch.setattr(module, "sys", _Warm())
 
 
 def kernels(jupyter: Path) -> None:

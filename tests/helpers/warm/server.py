@@ -27,8 +27,11 @@ from types import ModuleType
 READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "MKL_", "OPENBLAS_", "LD_")
 """Prefixes of variables that the loaded libraries read while they are loaded."""
 
-SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
-"""Variables that torch and its launcher of ranks set, and that are read again at each use."""
+SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCHX_", "TORCH_NCCL_")
+"""Variables that torch and its launcher of ranks set, and that are read again at each use.
+
+Not TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which an agent sets: its ranks end with their parent, and that of a fork is another.
+"""
 
 KNOWN_BY_PID = ("workbench.cli.launcher",)
 """Modules whose starter looks for them under the pid that it started."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ class TestTail:
     )
     def test_the_last_lines_of_each_rank(self, run, lines, expected):
         assert [f"{rank} {line}" for rank, line in tail_lines(run, lines=lines)] == expected
+
+    def test_one_long_line_costs_no_more_than_many_short_ones(self, run, monkeypatch):
+        """A progress bar writes megabytes without a line break; blocks were once joined again for each new one."""
+        monkeypatch.setattr(logs, "_BLOCK", 256)  # 4,096 blocks: joined each time they would be 2 GB
+
+        def cpu_s(text):
+            run.log_path(0).write_text(text)
+            began = time.process_time()
+            [(_, first), *_] = tail_lines(run, ranks=[0])
+            return time.process_time() - began, first
+
+        (many, short), (one, long) = cpu_s(("x" * 99 + "\n") * 10_000), cpu_s("\r" + "x" * 999_999)
+        assert (len(short), len(long)) == (99, 1_000_000)
+        assert one < 5 * many
 
     @pytest.mark.parametrize("block", [1, 2, 3, 7])
     def test_block_boundaries_do_not_matter(self, run, block, monkeypatch):

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from tests.helpers import watched_worker
+from tests.helpers import warm, watched_worker
 from workbench.errors import LaunchError
 from workbench.launch import processes
 from workbench.launch.failure_analysis import record_end
@@ -76,11 +76,11 @@ def job(folder, *faults, hang_s=2.0, server=None, **settings):
         "WB_HANG_S": str(hang_s),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(project_root()),
-        "WB_PARENT_PID": str(os.getpid()),
+        "WB_PARENT_PID": "0",  # a warm program has another
         "WB_FORK_SERVER": processes.address() if server is None else server,
     }
     command = [
-        sys.executable,
+        warm.python(),
         "-m",
         "workbench.launch.agent",
         "--standalone",
@@ -209,7 +209,8 @@ def test_forked_ranks_leave_with_the_process_of_their_torchx_job(tmp_path, numbe
         ranks = ranks_of(run)
         agent = psutil.Process(run.state["agent"]["pid"])
         assert [rank.ppid() for rank in ranks] == [agent.pid, agent.pid]
-        assert agent.ppid() == processes.server_process()["pid"]
+        serving = psutil.Process(agent.ppid()).net_connections("unix")
+        assert processes.address() in [connection.laddr for connection in serving]
         process.send_signal(number)
         assert process.wait(timeout=60) != 0
         _, alive = psutil.wait_procs([agent, *ranks], timeout=60)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers import warm, warm_launcher
 from workbench.atomic import to_json
 from workbench.errors import LaunchError, SpecError
 from workbench.experiment import Experiment
@@ -30,6 +31,8 @@ ENDLESS = {
 }
 ASKING = """
 import sys, time, workbench
+from workbench.launch import detached
+detached.LAUNCHER = "tests.helpers.warm_launcher"
 experiment = workbench.Experiment(sys.argv[1]).launch(where="processes", detached=True)
 print("launched", flush=True)
 time.sleep(600)
@@ -45,8 +48,9 @@ def until(holds, seconds=60):
 
 
 @pytest.fixture
-def endless(tmp_path):
+def endless(tmp_path, monkeypatch):
     """An experiment that a process has launched, detached, before it was killed with its whole group."""
+    monkeypatch.setenv("WARM_PYTHON", warm.python())
     experiment = Experiment(ENDLESS, folder=tmp_path / "endless")
     asking = subprocess.Popen(
         [sys.executable, "-c", ASKING, str(experiment.folder)], stdout=subprocess.PIPE, start_new_session=True
@@ -62,7 +66,7 @@ def endless(tmp_path):
 def test_runs_outlive_who_asked_and_are_found_shown_and_cancelled(endless):
     runs_dir = endless.folder / "runs"
     [launcher] = launchers(runs_dir)
-    assert psutil.Process(launcher.pid).cmdline()[-2] == detached.LAUNCHER
+    assert psutil.Process(launcher.pid).cmdline()[-2] == warm_launcher.__name__
     run = until(lambda: next((run for run in endless.runs if run.status == "running" and run.steps()), None))
     taken = len(run.steps())
     until(lambda: len(run.steps()) > taken)

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from torchx import specs
 
+from tests.helpers import warm
 from tests.helpers.audited import audited
 from tests.helpers.programs import write_program
 from tests.helpers.stand_in import stand_in
@@ -387,7 +388,7 @@ def slurm(tmp_path, monkeypatch):
     for name, source in SLURM.items():
         write_program(tools / name, textwrap.dedent(source).format(home=str(home)), "-S")
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 0.2)  # each poll starts a program
     yield home
     for file in home.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError):
@@ -402,7 +403,7 @@ def run(tmp_path):
 
 def submit(run, worker="tests.helpers.fake_worker", **options):
     return jobs.start(
-        [run], 2, CPU, project=run.path, worker=worker, scheduler="slurm", options={"python": sys.executable, **options}
+        [run], 2, CPU, project=run.path, worker=worker, scheduler="slurm", options={"python": warm.python(), **options}
     )
 
 
@@ -435,7 +436,7 @@ class TestSlurm:
         assert len(script) > 20
 
     def test_another_process_cancels_it_and_nothing_is_left(self, slurm, run):
-        job = submit(run, WAITING)
+        job = submit(run, WAITING, python=sys.executable)  # a fork would be the child of another process
         session = int((slurm / "1000.pid").read_text())
         other = jobs.job_of(job.handle)
         until = time.monotonic() + 120

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.interruptible import INTERRUPTIBLE, UNINTERRUPTIBLE
 from workbench.errors import LaunchError
 from workbench.launch import forks, processes
@@ -24,16 +25,11 @@ from workbench.specs.run import RunSpec
 CPU = Placement("cpu")
 ACTING = "tests.helpers.acting_worker"
 GONE_S = 60.0
-PRELOAD = processes.PRELOAD
-FEW = ("numpy", "torch", "torch.distributed")
-"""What ranks of these tests need. Many tests start a server: one with all libraries takes three times as long."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_server_is_left():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "PRELOAD", FEW)
-        yield
+    yield
     server = processes.server_process()
     processes.shut_down()
     assert server is not None
@@ -132,7 +128,7 @@ class TestARank:
         first, run = start("wait", ranks=1)
         told(run, "waiting0")
         before = processes.server_process()
-        monkeypatch.setenv("TORCH_SOMETHING", "new")
+        monkeypatch.setenv("PYTHONSOMETHING", "new")
         second, _ = start("print", ranks=1)
         assert processes.server_process() != before
         assert not process_alive(**before)
@@ -141,7 +137,7 @@ class TestARank:
 
     def test_has_torch_and_transformers_before_it_begins(self, start, monkeypatch):
         processes.shut_down()
-        monkeypatch.setattr(processes, "PRELOAD", PRELOAD)
+        monkeypatch.setattr(processes, "sys", sys)  # nothing is loaded when it starts
         job, run = start(ranks=1)
         assert wait(job) == "succeeded"
         assert {"torch", "transformers", "safetensors", "pydantic", "numpy"} <= set(told(run, "seen0")["loaded"])
@@ -289,7 +285,6 @@ sys.path.insert(0, {root!r})
 from workbench.launch import processes
 from workbench.launch.devices import Placement
 from workbench.records.directory import RunDirectory
-processes.PRELOAD = {preload!r}
 run = RunDirectory.open(Path(sys.argv[1]))
 job = processes.start([run], 2, Placement("cpu"), project=run.path, worker={worker!r})
 print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), flush=True)
@@ -305,13 +300,11 @@ time.sleep({stay_s})
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(layout={"cp": 2}, faults=[act]))
         script = tmp_path / "launcher.py"
         script.write_text(
-            self.LAUNCHER.format(
-                root=str(project_root()), worker=ACTING, preload=FEW, stay_s=1 if how == "at its end" else 300
-            )
+            self.LAUNCHER.format(root=str(project_root()), worker=ACTING, stay_s=1 if how == "at its end" else 300)
         )
         prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
         with subprocess.Popen(
-            [*prefix, sys.executable, str(script), str(run.path)],
+            [*prefix, warm.python(), str(script), str(run.path)],
             stdout=subprocess.PIPE,
             text=True,
             stderr=subprocess.DEVNULL,

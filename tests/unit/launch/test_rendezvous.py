@@ -7,15 +7,17 @@ import sys
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import rendezvous
 from workbench.launch.rendezvous import check_rendezvous
 
 
-def test_two_ranks_connect_and_report_their_torch():
+def test_two_ranks_connect_and_report_their_torch(monkeypatch):
     import torch
 
+    warm.start_from(monkeypatch, rendezvous)
     facts = check_rendezvous(timeout_s=120)
     assert facts["torch"] == str(torch.__version__)
     assert facts["gloo"] is True

@@ -1,6 +1,6 @@
 from tests.helpers.gaps import computation, records
 from workbench.mismatch.configuration import Configuration
-from workbench.mismatch.likelihood import DECISIVE, evidence
+from workbench.mismatch.likelihood import DECISIVE, OUTSIDE, evidence
 
 
 def test_tokens_are_likelier_where_they_were_drawn():
@@ -14,6 +14,14 @@ def test_a_token_outside_the_support_counts_but_does_not_decide_alone():
     own = computation(records(temperature=1.0))
     against = evidence(own, Configuration(top_k=1), Configuration())
     assert -700 < against < -DECISIVE
+    assert OUTSIDE < DECISIVE < 2 * OUTSIDE
+
+
+def test_a_support_that_many_tokens_are_outside_of_was_not_in_force():
+    """Rare tokens, however many, are no evidence for it: without the support they are as rare."""
+    given = records(temperature=3.0)
+    own = computation(given)
+    assert evidence(own, Configuration(temperature=3.0, top_k=12), Configuration(temperature=3.0)) < -DECISIVE
 
 
 def test_where_values_were_taken_from_does_not_matter():

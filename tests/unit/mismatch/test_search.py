@@ -3,8 +3,8 @@ import torch
 
 from tests.helpers.gaps import computation, recorded, records
 from workbench.mismatch.configuration import Configuration
-from workbench.mismatch.factors import Switch
-from workbench.mismatch.search import GAIN, Found, _pruned, better, explain, score
+from workbench.mismatch.factors import BY_NAME, State, Switch
+from workbench.mismatch.search import GAIN, Found, _fitted_again, _pruned, better, explain, score
 
 
 def named(explanation):
@@ -83,6 +83,36 @@ def test_weights_are_told_by_the_middle_of_another_rounding(own, precision, name
     assert [factor for factor, _ in named(explain(own, Configuration(), column_T))] == named_factors
 
 
+@pytest.mark.parametrize(
+    ("temperature", "truncation", "start"),
+    [(0.6, ("top_p", 0.8), (0.5, 0.9)), (0.6, ("top_p", 0.9), (0.8, 0.6)), (0.5, ("min_p", 0.1), (0.4, 0.05))],
+    ids=str,
+)
+def test_a_temperature_and_a_truncation_are_fitted_in_turn(own, temperature, truncation, start):
+    """Each was fitted under a wrong value of the other: one turn corrects the first alone."""
+    name, value = truncation
+    recorded_T = own.column(Configuration(temperature=temperature, **{name: value}))
+    switches = (
+        Switch("temperature", "", (("temperature", start[0]),)),
+        Switch("truncation", "", ((name, start[1]),)),
+    )
+    column_T = own.assembled(Configuration(), switches)
+    far = Found(switches, column_T, score(column_T, recorded_T, own.counted_T))
+    [one] = _fitted_again(own, Configuration(), [far], recorded_T, own.counted_T)
+    found = dict(change for switch in one.switches for change in switch.changes)
+    assert (found["temperature"], found[name]) == (temperature, value)
+
+
+def test_readings_of_the_prompt_are_proposed_where_every_document_is_off(own):
+    """None stands out as right: each has a reading of its own, all equally far off."""
+    names = ["drop_first:1", "drop_last:1"]
+    table = own.add_prefixes([names[n % 2] for n in range(len(own.documents))])
+    column_T = own.column(Configuration(prefix=table))
+    far_T = column_T + 30.0
+    view = State(own, Configuration(), column_T, torch.where(own.counted_T, far_T, column_T))
+    assert [switch.factor for switch in BY_NAME["wrong prefix"].propose(view)] == ["wrong prefix"] * 4
+
+
 def test_a_cause_in_few_of_many_documents_is_found_too():
     """Nine tokens of ten are exact, and the mean is within the noise; two documents of 24 are not."""
     own = computation(records() * 3)
@@ -94,6 +124,10 @@ def test_a_cause_in_few_of_many_documents_is_found_too():
         assert (switch.factor, switch.documents) == ("wrong prefix", frozenset({3, 17}))
 
 
+TWELVE = torch.arange(12).repeat_interleave(8)
+"""Documents of eight tokens each."""
+
+
 def found(distance, switches=()):
     return Found(switches, torch.full((96,), -1.0, dtype=torch.float64) + distance, 0.0)
 
@@ -101,12 +135,12 @@ def found(distance, switches=()):
 def test_what_rounding_could_do_is_not_better():
     recorded_T, counted_T = torch.full((96,), -1.0, dtype=torch.float64), torch.ones(96, dtype=torch.bool)
     wide, narrow, half = found(1e-2), found(1e-4), found(0.7e-2)
-    assert better(narrow, wide, recorded_T, counted_T, noise=0.0)
-    assert not better(half, wide, recorded_T, counted_T, noise=0.0)
-    assert not better(wide, narrow, recorded_T, counted_T, noise=0.0)
+    assert better(narrow, wide, recorded_T, counted_T, TWELVE[: len(recorded_T)], noise=0.0)
+    assert not better(half, wide, recorded_T, counted_T, TWELVE[: len(recorded_T)], noise=0.0)
+    assert not better(wide, narrow, recorded_T, counted_T, TWELVE[: len(recorded_T)], noise=0.0)
     few = torch.zeros(96, dtype=torch.bool)
     few[:15] = True
-    assert not better(narrow, wide, recorded_T, few, noise=0.0)
+    assert not better(narrow, wide, recorded_T, few, TWELVE, noise=0.0)
 
 
 def test_gains_of_either_sign_are_not_better_for_their_mean():
@@ -116,7 +150,21 @@ def test_gains_of_either_sign_are_not_better_for_their_mean():
     off_T = torch.where(torch.arange(40) % 2 == 0, 1e-2 / 40, 1e-1).double()
     after = Found((), recorded_T + off_T, 0.0)
     assert float((1e-2 / off_T).log().mean()) > GAIN
-    assert not better(after, before, recorded_T, counted_T, noise=0.0)
+    assert not better(after, before, recorded_T, counted_T, TWELVE[: len(recorded_T)], noise=0.0)
+
+
+def test_another_rounding_has_to_come_out_in_most_documents():
+    """Three documents of twelve come out by chance: nothing flipped in them."""
+    recorded_T, counted_T = torch.full((96,), -1.0, dtype=torch.float64), torch.ones(96, dtype=torch.bool)
+    by = {name: (Switch(name, name, ()),) for name in ("attention kernel", "temperature")}
+    few_T, most_T = torch.where(TWELVE < 3, 1e-9, 1e-2).double(), torch.where(TWELVE < 11, 1e-9, 1e-2).double()
+    for factor, off_T, expected in (
+        ("attention kernel", few_T, False),
+        ("attention kernel", most_T, True),
+        ("temperature", few_T, True),
+    ):
+        after = Found(by[factor], recorded_T + off_T, 0.0)
+        assert better(after, found(1e-2), recorded_T, counted_T, TWELVE, noise=0.0) == expected
 
 
 def test_a_switch_without_which_the_column_is_as_near_is_left_out(own):

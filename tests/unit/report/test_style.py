@@ -2,6 +2,7 @@
 
 import io
 import re
+from xml.etree import ElementTree
 
 import matplotlib
 import pytest
@@ -28,8 +29,50 @@ def test_axes_are_where_savefig_places_them_and_the_figure_keeps_its_layout():
         drawn.savefig(buffer, format="svg", metadata=style.NO_METADATA)
     other = figure()
     engine, canvas, dpi = other.get_layout_engine(), other.canvas, other.dpi
-    assert style.svg_text(other) == buffer.getvalue()
+    assert style.svg_text(other) == style.compact(buffer.getvalue())
     assert (other.get_layout_engine(), other.canvas, other.dpi) == (engine, canvas, dpi)
+
+
+def places(text):
+    """Kind, position and inherited style of every element that is drawn."""
+    root = ElementTree.fromstring(text)
+    by_id = {each.get("id"): each for each in root.iter() if each.get("id")}
+
+    def walk(element, look, shifts):
+        look = look | dict(part.split(": ") for part in (element.get("style") or "").split("; ") if part)
+        shifts = [*shifts, *([element.get("transform")] if element.get("transform") else [])]
+        kind = element.tag.rpartition("}")[2]
+        if kind in ("style", "defs"):
+            return
+        if kind in ("path", "text", "use", "rect"):
+            marker = by_id.get((element.get("{http://www.w3.org/1999/xlink}href") or "#")[1:])
+            own = {} if marker is None else {"d": marker.get("d")}
+            if marker is not None and marker.get("style"):
+                look = look | dict(part.split(": ") for part in marker.get("style").split("; "))
+            numbers = re.findall(r"-?\d+(?:\.\d+)?", " ".join([element.get("d") or own.get("d") or "", *shifts]))
+            numbers += [element.get("x") or "0", element.get("y") or "0"]
+            yield kind, element.text or "", look, [float(number) for number in numbers]
+        for child in element:
+            yield from walk(child, look, shifts)
+
+    return list(walk(root, {}, []))
+
+
+@pytest.mark.parametrize("outlines", [False, True])
+def test_a_compact_svg_draws_the_same_in_fewer_bytes(outlines, monkeypatch):
+    drawn = figure()
+    drawn.axes[0].plot(range(200), [at % 7 for at in range(200)], marker="s", color=style.SERIES[2])
+    small = style.svg_text(drawn, outlines=outlines)
+    monkeypatch.setattr(style, "compact", lambda text: text)
+    whole = style.svg_text(drawn, outlines=outlines)
+    whole = re.sub(r' transform="rotate\(-0 [^"]*"', "", whole)
+    assert len(small) < 0.6 * len(whole)
+    assert "text_1" not in small
+    for (kind, text, look, numbers), (kind_w, text_w, look_w, numbers_w) in zip(
+        places(small), places(whole), strict=True
+    ):
+        assert (kind, text.strip(), look) == (kind_w, text_w.strip(), look_w)
+        assert numbers == pytest.approx(numbers_w, abs=0.0051)
 
 
 def test_inline_svg_names_no_address_and_prefixes_every_id():

@@ -10,4 +10,4 @@ from workbench.sensitivity.facts import RowFacts
     ("denominator", "count"), [("token", 7), ("document", 2), ("document_sum", 2), ("constant", 3)]
 )
 def test_a_row_has_what_a_denominator_counts(denominator, count):
-    assert _counted(RowFacts(3, 2, 7, (7,), 0, 0, 0, 0, frozenset({0}), 0, 0), denominator) == count
+    assert _counted(RowFacts(3, 2, 7, (7,), 0, 0, 0, 0, frozenset({0}), 0, 0, 0), denominator) == count

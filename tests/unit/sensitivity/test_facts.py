@@ -147,3 +147,11 @@ def test_groups_by_position_and_baselines_of_rows_are_other_advantages():
     assert facts(rewarded(0.0, 1.0, 1.0, 0.0, groups=[0, 0, 0, 0]), **in_rows).own_baselines
     assert not facts(equal, **in_rows).own_baselines
     assert not facts(mixed, **grpo).own_baselines, "one row"
+
+
+def test_an_end_is_followed_where_another_document_of_its_row_begins():
+    ends, open_end = [0, 1], [0, 1, 0]
+    (row,) = facts(batch(ends, open_end, ends, ends)).rows
+    assert row.followed_ends == 2, "the last of the row is followed by nothing"
+    (row,) = facts(batch([0, 0], ends), layout={"cp": 2, "order": "zigzag"}).rows
+    assert row.followed_ends == 0, "nor by padding"

@@ -24,6 +24,7 @@ def facts(settings, **observed):
         "old_distance": 0.4,
         "largest_norm": 2.0,
         "finite": True,
+        "ratios_of_parts": 0.1,
     } | observed
     source = spec.model.source
     experts = 0 if source == "tiny-qwen3" else 4

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.helpers import warm
 from workbench.launch.ablation import PlannedRun
 from workbench.launch.run import launch
 from workbench.records.directory import RunDirectory
@@ -99,7 +100,7 @@ time.sleep(300)
 def stuck(folder, *state, **environment):
     """A process that is rank 0 of two, in a step whose end it does not come to."""
     run = RunDirectory.create(folder, "run", RunSpec(layout={"cp": 2}))
-    command = [sys.executable, "-c", STUCK, str(run.path), *state]
+    command = [warm.python(), "-c", STUCK, str(run.path), *state]
     variables = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "2", "WB_GRACE_S": "1000"} | environment
     with subprocess.Popen(
         command, cwd=project_root(), env=os.environ | variables, stdout=subprocess.PIPE, text=True
