@@ -1,20 +1,27 @@
 """Score attribute on a blind set: ``python -m experiments.attribution.blind.score SET [--once]``.
 
 Attributes every planted and every clean case as it is. ``--once`` writes the set's ``scores.json``, and refuses if
-there is one: what a set scores after that is on view; see README.md.
+there is one: what a set scores after that is on view; see README.md. ``--processes N`` attributes as many cases at a
+time; ``--keep FILE`` appends each result to a file, and takes those that are there: two hours of a core can be
+interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import workbench as wb
@@ -25,8 +32,13 @@ FOLDER = Path(__file__).parent
 SCORES = "scores.json"
 
 
-def score(folder: Path) -> dict[str, Any]:
+def score(folder: Path, *, processes: int = 1, keep: Path | None = None) -> dict[str, Any]:
     """Score a set: causes, rest and alarms of every case.
+
+    Args:
+        folder: of the set.
+        processes: that attribute cases at the same time; 1: this one.
+        keep: file of results, a line each; those of an earlier time are taken.
 
     Raises:
         SpecError: causes, expected factors and cases are not those of one set.
@@ -42,14 +54,40 @@ def score(folder: Path) -> dict[str, Any]:
                 rule="each cause has its expected factors and its case",
                 fix="complete the set before it is scored",
             )
-        rows = []
-        for name, about in planted.items():
-            result = _attribute(cases / "planted" / name)
-            rows.append(
-                {"id": name, "size": about["size"], "expected": expected[name], **judged(result, about, expected[name])}
-            )
-        clean = [{"case": path.name, **_attribute(path)} for path in sorted((cases / "clean").iterdir())]
-    return {"planted": rows, "clean": clean}
+        clean = sorted(path.name for path in (cases / "clean").iterdir())
+        names = [*(f"planted/{name}" for name in planted), *(f"clean/{name}" for name in clean)]
+        results = _attributed(cases, names, processes, keep)
+    rows = [
+        {
+            "id": name,
+            "size": about["size"],
+            "expected": expected[name],
+            **judged(results[f"planted/{name}"], about, expected[name]),
+        }
+        for name, about in planted.items()
+    ]
+    return {"planted": rows, "clean": [{"case": name, **results[f"clean/{name}"]} for name in clean]}
+
+
+def _attributed(cases: Path, names: Sequence[str], processes: int, keep: Path | None) -> dict[str, dict[str, Any]]:
+    """Results by name of a case."""
+    results: dict[str, dict[str, Any]] = {}
+    if keep is not None and keep.exists():
+        results = {one["case"]: one["result"] for one in map(json.loads, keep.read_text().splitlines())}
+    left = [name for name in names if name not in results]
+    attributed = functools.partial(_named, cases)
+    spawned = multiprocessing.get_context("spawn")
+    with spawned.Pool(processes, torch.set_num_threads, (1,)) if processes > 1 else nullcontext() as pool:
+        for name, result in map(attributed, left) if pool is None else pool.imap_unordered(attributed, left):
+            results[name] = result
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(json.dumps({"case": name, "result": result}) + "\n")
+    return results
+
+
+def _named(cases: Path, name: str) -> tuple[str, dict[str, Any]]:
+    return name, _attribute(cases / name)
 
 
 def judged(result: Mapping[str, Any], about: Mapping[str, Any], expected: Sequence[Any]) -> dict[str, Any]:
@@ -85,6 +123,9 @@ def _attribute(case: Path) -> dict[str, Any]:
         result = wb.attribute(case)
     except WorkbenchError as error:
         return {"verdict": "refused", "causes": [], "open": [], "alarms": {}, "found": str(error.parts["found"])[:200]}
+    except Exception as error:  # a defect of attribute is a result of the set
+        found = f"{type(error).__name__}: {error}"[:200]
+        return {"verdict": "crashed", "causes": [], "open": [], "alarms": {}, "found": found}
     rivals = [rival.partition(" (")[0] for part in result.causes for rival in part.rivals]
     return {
         "verdict": result.verdict,
@@ -100,8 +141,8 @@ def _attribute(case: Path) -> dict[str, Any]:
 
 
 def accused(row: Mapping[str, Any]) -> bool:
-    """True if a clean case was refused, has a cause, or raises an alarm."""
-    return row["verdict"] in ("refused", "unsound") or bool(row["causes"] or row["alarms"])
+    """True if a clean case was refused or ended in an error, has a cause, or raises an alarm."""
+    return row["verdict"] in ("refused", "crashed", "unsound") or bool(row["causes"] or row["alarms"])
 
 
 def summary(scores: Mapping[str, Any]) -> dict[str, int]:
@@ -115,7 +156,7 @@ def summary(scores: Mapping[str, Any]) -> dict[str, int]:
         "both": sum(row["all"] for row in pairs),
         "pairs_first": sum(row["first"] for row in pairs),
         "extra": sum(bool(row["extra"]) for row in planted),
-        "rest_at_floor": sum(not row["alarms"] and row["verdict"] != "refused" for row in planted),
+        "rest_at_floor": sum(not row["alarms"] and row["verdict"] not in ("refused", "crashed") for row in planted),
         "clean": len(clean),
         "accused": sum(accused(row) for row in clean),
     }
@@ -127,8 +168,13 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SpecError: the set was scored already.
     """
-    folder = FOLDER / arguments[0]
-    once = "--once" in arguments[1:]
+    parser = argparse.ArgumentParser(prog="python -m experiments.attribution.blind.score")
+    parser.add_argument("set")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--keep", type=Path)
+    options = parser.parse_args(arguments)
+    folder, once = FOLDER / options.set, options.once
     if once and (folder / SCORES).exists():
         raise SpecError(
             f"score the set {folder.name} once",
@@ -136,7 +182,7 @@ def main(arguments: Sequence[str]) -> None:
             rule="a set is blind one time; later scores are on view",
             fix="leave --once out",
         )
-    scores = score(folder)
+    scores = score(folder, processes=options.processes, keep=options.keep)
     if once:
         write_whole(folder / SCORES, to_json(scores))
     for row in scores["planted"]:

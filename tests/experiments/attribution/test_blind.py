@@ -45,6 +45,27 @@ def test_a_set_is_scored_once(folder, capsys):
         blind.main([str(folder), "--once"])
 
 
+def test_results_of_an_interrupted_time_are_kept(folder, monkeypatch):
+    keep = folder / "results.jsonl"
+    first = blind.score(folder, keep=keep)
+    lines = keep.read_text().splitlines()
+    assert len(lines) == 5
+    keep.write_text("\n".join(lines[:3]) + "\n")
+    attributed = []
+
+    def fails(case):
+        attributed.append(case.name)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(blind.wb, "attribute", fails)
+    again = blind.score(folder, keep=keep)
+    assert sorted(attributed) == sorted(json.loads(line)["case"].partition("/")[2] for line in lines[3:])
+    assert again["planted"] == first["planted"]
+    crashed = [row for row in again["clean"] if row["verdict"] == "crashed"]
+    assert len(crashed) == 2
+    assert all(map(blind.accused, crashed))
+
+
 @pytest.mark.parametrize("off", ["causes.yaml", "expected.yaml", "cases"])
 def test_a_set_that_does_not_fit_together_is_refused(folder, off):
     if off == "cases":
