@@ -329,12 +329,8 @@ def _refined(
             if float(apart_T.nanmean()) > FURTHER * _mean(best, recorded_T, counted_T):
                 continue  # by the triangle inequality it is no nearer
             after = _spread(computation.assembled(stated, switches, exact=True), recorded_T, counted_T)
-            if len(after) != len(before):
-                continue
-            likelier = len(before) * math.log(_rms(before) / max(_rms(after), 1e-12))
-            gain = before.square() - after.square()
-            if likelier >= LIKELIER and float(gain.sum()) >= MIDDLE * float(gain.square().sum().sqrt()):
-                found.append((likelier, switches))
+            if (gain := likelier(before, after)) >= LIKELIER:
+                found.append((gain, switches))
     if not found:
         return best
     _, switches = max(found, key=lambda pair: pair[0])
@@ -342,6 +338,19 @@ def _refined(
     return _refined(
         computation, stated, Found(switches, column_T, score(column_T, recorded_T, counted_T)), recorded_T, counted_T
     )
+
+
+def likelier(before: Tensor, after: Tensor) -> float:
+    """Nats of a normal log-likelihood that distances from another middle gain; 0 if chance could have made it.
+
+    Shapes: [T], [T]; of other tokens than before: 0.
+    """
+    if len(after) != len(before):
+        return 0.0
+    gain_T = before.square() - after.square()
+    if float(gain_T.sum()) < MIDDLE * float(gain_T.square().sum().sqrt()):
+        return 0.0
+    return len(before) * math.log(_rms(before) / max(_rms(after), 1e-12))
 
 
 def _spread(column_T: Tensor, recorded_T: Tensor, counted_T: Tensor) -> Tensor:

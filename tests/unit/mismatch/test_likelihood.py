@@ -1,3 +1,7 @@
+from types import SimpleNamespace
+
+import torch
+
 from tests.helpers.gaps import computation, records
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.likelihood import DECISIVE, OUTSIDE, evidence
@@ -19,9 +23,10 @@ def test_a_token_outside_the_support_counts_but_does_not_decide_alone():
 
 def test_a_support_that_many_tokens_are_outside_of_was_not_in_force():
     """Rare tokens, however many, are no evidence for it: without the support they are as rare."""
-    given = records(temperature=3.0)
-    own = computation(given)
-    assert evidence(own, Configuration(temperature=3.0, top_k=12), Configuration(temperature=3.0)) < -DECISIVE
+    logits_TV = torch.randn(64, 4000, generator=torch.Generator().manual_seed(0)) / 10
+    tokens_T = torch.randint(4000, (64,), generator=torch.Generator().manual_seed(1))
+    own = SimpleNamespace(counted_T=torch.ones(64).bool(), logits_of=lambda *_: (logits_TV, tokens_T))
+    assert evidence(own, Configuration(top_k=2000), Configuration()) < -DECISIVE
 
 
 def test_where_values_were_taken_from_does_not_matter():

@@ -1,10 +1,13 @@
+import math
+
 import pytest
 import torch
 
 from tests.helpers.gaps import computation, recorded, records
+from workbench.mismatch import search
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.factors import BY_NAME, State, Switch
-from workbench.mismatch.search import GAIN, Found, _fitted_again, _pruned, better, explain, score
+from workbench.mismatch.search import GAIN, LIKELIER, Found, _fitted_again, _pruned, better, explain, likelier, score
 
 
 def named(explanation):
@@ -111,6 +114,32 @@ def test_readings_of_the_prompt_are_proposed_where_every_document_is_off(own):
     far_T = column_T + 30.0
     view = State(own, Configuration(), column_T, torch.where(own.counted_T, far_T, column_T))
     assert [switch.factor for switch in BY_NAME["wrong prefix"].propose(view)] == ["wrong prefix"] * 4
+
+
+def test_few_tokens_that_come_nearer_are_no_likelier_weights():
+    """Six of 96 tokens are eight deviations off, and come out: routes that flip. All tokens by half: other weights."""
+    noise_T = torch.randn(96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    far_T = noise_T.clone()
+    far_T[:6] = 8.0
+    assert math.log(float(far_T.square().mean().sqrt() / noise_T.square().mean().sqrt())) * 96 > LIKELIER
+    assert likelier(far_T, noise_T) == 0
+    assert likelier(1.5 * noise_T, noise_T) == pytest.approx(96 * math.log(1.5))
+    assert likelier(far_T, noise_T[:90]) == 0
+
+
+def test_a_rounding_is_tried_again_on_weights_that_were_told_by_their_middle(own, monkeypatch):
+    def told(computation, stated, best, recorded_T, counted_T):
+        switches = (Switch("head precision", "", (("head", "bfloat16"),)),)
+        column_T = computation.assembled(stated, switches)
+        return Found(switches, column_T, score(column_T, recorded_T, counted_T))
+
+    monkeypatch.setattr(search, "_refined", told)
+    monkeypatch.setattr(search, "DEPTH", 0)
+    column_T = own.column(Configuration(head="bfloat16", precision="float16"))
+    assert named(explain(own, Configuration(), column_T)) == [
+        ("head precision", {"head": "bfloat16"}),
+        ("trunk precision", {"precision": "float16"}),
+    ]
 
 
 def test_a_cause_in_few_of_many_documents_is_found_too():
