@@ -73,7 +73,8 @@ def _server() -> str:
     Connections wait until it is ready.
     """
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"of-{os.getpid()}")
-    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    orphan = os.getppid() == 1  # of a session that was interrupted: the first process never ends
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ and not orphan else os.getpid()
     folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp")  # a socket's path: 107 bytes
     folder = folder / f"wb-warm-{os.getuid()}-{session[:12]}"
     folder.mkdir(mode=0o700, exist_ok=True)
