@@ -1,6 +1,7 @@
 """Blind sets of gaps: a set is scored once, by the names of its factors; one that does not fit together is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from tests.helpers.gaps import records
 from workbench.errors import SpecError
 from workbench.mismatch import attribute
 
+ROOT = Path(__file__).parents[3]
 ABOUT = [{"id": name, "size": "small"} for name in ("hot", "pair")]
 EXPECTED = {"hot": ["temperature"], "pair": ["temperature", "offset by one"]}
 
@@ -43,6 +45,21 @@ def test_a_set_is_scored_once(folder, capsys):
     assert "pair: expected" in capsys.readouterr().out
     with pytest.raises(SpecError, match=r"scores\.json of an earlier time"):
         blind.main([str(folder), "--once"])
+
+
+def test_the_table_and_the_guide_have_the_scores_of_the_first_set():
+    found = blind.summary(json.loads((blind.FOLDER / "set1" / blind.SCORES).read_text()))
+    numbers = {name: found[name] for name in ("first", "singles", "both", "pairs", "rest_at_floor", "accused", "clean")}
+    table = (
+        "singles named first **{first} of {singles}** (89 %), pairs with both named **{both} of {pairs}** (89 %), "
+        "rest at the floor in {rest_at_floor} of 91, clean ones accused **{accused} of {clean}**"
+    )
+    assert table.format(**numbers) in (blind.FOLDER / "README.md").read_text()
+    guide = " ".join((ROOT / "docs/guides/trainer-and-sampler.md").read_text().split())
+    text = (
+        "{first} of {singles} single causes were named first and both of {both} of {pairs} pairs; {accused} of {clean}"
+    )
+    assert text.format(**numbers) in guide
 
 
 def test_results_of_an_interrupted_time_are_kept(folder, monkeypatch):
