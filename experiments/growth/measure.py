@@ -200,6 +200,7 @@ def measure_reading(sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
 
 def measure_computing(record: dict[str, Any], entries: Sequence[str], save: Callable[[], None]) -> None:
     """Measure the verbs that compute or read rollouts and logs, one entry after the other, each saved at once."""
+    began = provenance(project_root())  # before the record changes the tree
     for entry in entries:
         sizes, command = COMMANDS[entry]
         with tempfile.TemporaryDirectory() as name:
@@ -208,10 +209,10 @@ def measure_computing(record: dict[str, Any], entries: Sequence[str], save: Call
                 folder.mkdir()
 
             def seconds(size: int, folders: dict[int, Path] = folders, command: Any = command) -> float:
-                words = command(folders[size], size)
-                return cpu_s([sys.executable, "-m", "workbench", *words], folders[size])
+                arguments = command(folders[size], size)
+                return cpu_s([sys.executable, "-m", "workbench", *arguments], folders[size])
 
-            record[entry] = grown(sizes, seconds) | {"provenance": provenance(project_root())}
+            record[entry] = grown(sizes, seconds) | {"provenance": began}
         save()
 
 

@@ -54,9 +54,11 @@ def constant() -> str:
     reasons: dict[str, list[str]] = {}
     for verb, reason in CONSTANT.items():
         reasons.setdefault(reason, []).append(f"`{verb}`")
-    said = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
+    without_growth = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
     missing = "; ".join(f"`{verb}` ({reason})" for verb, reason in NOT_MEASURED.items())
-    return f"No input that grows: {'; '.join(said)}. Not measured: {missing}; any verb by the number of ranks."
+    return (
+        f"No input that grows: {'; '.join(without_growth)}. Not measured: {missing}; any verb by the number of ranks."
+    )
 
 
 def rows(record: Mapping[str, Any]) -> list[list[str]]:
@@ -69,14 +71,10 @@ def rows(record: Mapping[str, Any]) -> list[list[str]]:
             verb,
             many,
             ", ".join(f"{int(size):,}: {value:.2f}" for size, value in entry["cpu_s"].items()),
-            ", before ".join(_exponent(each) for each in (entry, entry.get("earlier")) if each),
+            "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}",
         ]
         for verb, many, entry in verbs
     ]
-
-
-def _exponent(entry: Mapping[str, Any]) -> str:
-    return "none" if entry["exponent"] is None else f"{entry['exponent']:.2f}"
 
 
 def long_comparison(record: Mapping[str, Any]) -> str:

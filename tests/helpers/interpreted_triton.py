@@ -14,7 +14,7 @@ def interpret_where_no_gpu_is() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def mend_interpreter() -> None:
+def repair_interpreter() -> None:
     """Fix bugs of the interpreter of Triton 3.6: loops with numpy 2.4, bfloat16, and the bits of a matmul.
 
     numpy 2.4 no longer makes a number of an array of one element. bfloat16 lies in arrays of uint16: the interpreter
@@ -24,12 +24,12 @@ def mend_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "mended", False):
+    if getattr(interpreter, "repaired", False):
         return
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert = interpreter._convert_float
 
-    def patch_and_mend(tensor, scope):
+    def patch_and_repair(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -57,8 +57,8 @@ def mend_interpreter() -> None:
         summed = numpy.matmul(a.data, b.data, dtype=numpy.float64).astype(numpy.float32)
         return interpreter.TensorHandle(summed + d.data, d.dtype.scalar)
 
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_and_mend, create_dot
-    interpreter._convert_float, interpreter.mended = convert_float, True
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_and_repair, create_dot
+    interpreter._convert_float, interpreter.repaired = convert_float, True
     _quicken_interpreter()
 
 
@@ -102,4 +102,4 @@ def _quicken_interpreter() -> None:
         return dtypes[dtype.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_for_a_kernel, numpy_dtype_once
-    interpreter.InterpretedFunction.__call__, interpreter.quickened = call_on_the_device, True
+    interpreter.InterpretedFunction.__call__ = call_on_the_device

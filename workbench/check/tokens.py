@@ -97,7 +97,7 @@ def _against_texts(result: StepCheck, dump: StepDump, vocabulary: Sequence[str])
         else:
             if done < len(text):
                 differences.append(
-                    (number, int(at_T[-1]), f"the last token, where the text goes on with {text[done:][:12]!r}")
+                    (number, int(at_T[-1]), f"the last token, where the text continues with {text[done:][:12]!r}")
                 )
     open_ = ("tokens: if the engine split the text into the same ids; only its text was recorded",)
     if not differences:

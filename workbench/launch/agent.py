@@ -95,7 +95,7 @@ def _fork_ranks(server: str, arguments: Sequence[str]) -> NoReturn:
         job = request(server, run_dirs_of(arguments), known.nproc_per_node, {**os.environ}, known.project, known.worker)
     except WorkbenchError as error:
         sys.exit(str(error))
-    # not before the answer: a handler would let the wait for it go on; ranks that start meanwhile find nobody and leave
+    # not before the answer: a handler would let its wait go on; ranks that start meanwhile cannot connect and leave
     signal.signal(signal.SIGTERM, lambda number, frame: cancelled.set())
     while job.poll(_POLL_S) == "running":
         if cancelled.is_set():

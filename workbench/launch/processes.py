@@ -195,7 +195,7 @@ def request(
         answer, rest = _first_message(connection)
         connection.settimeout(None)
     except TimeoutError:
-        connection.close()  # ranks that start later find nobody there, and leave
+        connection.close()  # ranks that start later cannot connect, and leave
         raise LaunchError(
             f"start {world_size} ranks of run {' and '.join(path.name for path in runs)}",
             found=f"no answer from the fork server within {ANSWER_S:g} s",

@@ -230,7 +230,7 @@ class WeightSync:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors from which a resumed run goes on: kept versions, and hashes of versions as numbers."""
+        """Tensors from which a resumed run continues: kept versions, and hashes of versions as numbers."""
         state = {f"{version}/{name}": value for version, of in self._kept.items() for name, value in of.items()}
         for version, of_form in ({} if self.ledger is None else self.ledger.versions).items():
             for form, hashes in of_form.items():

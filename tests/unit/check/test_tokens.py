@@ -62,7 +62,7 @@ def test_a_text_is_compared_where_no_ids_were_recorded():
     check = check_step(step(texts=["dabd", "acb"]), vocabulary=VOCABULARY)
     assert check.places == ("token_ids at document 1, token 1: 'bc', where the text has 'cb'",)
     check = check_step(step(texts=["dabdd", "abc"]), vocabulary=VOCABULARY)
-    assert check.places == ("token_ids at document 0, token 3: the last token, where the text goes on with 'd'",)
+    assert check.places == ("token_ids at document 0, token 3: the last token, where the text continues with 'd'",)
     assert check.verdict == "differs"
 
 

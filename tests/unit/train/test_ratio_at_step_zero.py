@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import nasty_documents
-from tests.helpers.interpreted_triton import mend_interpreter
+from tests.helpers.interpreted_triton import repair_interpreter
 from tests.helpers.online_runs import Digits, done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
@@ -36,7 +36,7 @@ from workbench.train.online import Online
 from workbench.train.worker import run_here
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    mend_interpreter()
+    repair_interpreter()
 
 LAYOUTS = {
     "one_rank": {},

@@ -7,10 +7,10 @@ import os
 import numpy
 import pytest
 
-from tests.helpers.interpreted_triton import mend_interpreter
+from tests.helpers.interpreted_triton import repair_interpreter
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    mend_interpreter()
+    repair_interpreter()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tests.helpers.interpreted_triton import mend_interpreter
+from tests.helpers.interpreted_triton import repair_interpreter
 from tests.helpers.ranks import run_ranks
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import from_logits, reference
@@ -195,7 +195,7 @@ def test_logits_may_lie_in_memory_as_they_like(implementation, inplace):
 
 
 def split(implementation, inplace):
-    mend_interpreter()
+    repair_interpreter()
     import numpy
 
     axis = make_mesh(tp=3)["tp"]

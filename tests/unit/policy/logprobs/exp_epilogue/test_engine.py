@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.engine_chunks import DEVICE, EVERYTHING, RELATIVE, chunk_and_back, error, plain, triton
 from tests.helpers.head_problem import answers, crossed, named, problem
-from tests.helpers.interpreted_triton import mend_interpreter
+from tests.helpers.interpreted_triton import repair_interpreter
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stand_in import stand_in
 from workbench.errors import SpecError
@@ -315,7 +315,7 @@ def test_extreme_logits_are_exact_through_the_driver():
 
 def split(uses, temperature):
     if os.environ.get("TRITON_INTERPRET") == "1":
-        mend_interpreter()
+        repair_interpreter()
     import numpy
 
     axis = make_mesh(tp=torch.distributed.get_world_size())["tp"]
