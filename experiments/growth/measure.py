@@ -96,8 +96,8 @@ def _cpu_s(command: list[str], folder: Path) -> float:
 
 def grown(sizes: tuple[int, ...], measured: Callable[[int], float]) -> dict[str, Any]:
     """CPU seconds by size, and the growth exponent between the two largest; the first size is the start-up."""
-    seconds = {size: measured(size) for size in sizes}
-    return {"cpu_s": {str(size): round(value, 3) for size, value in seconds.items()}, "exponent": exponent(seconds)}
+    seconds = {size: round(measured(size), 3) for size in sizes}
+    return {"cpu_s": {str(size): value for size, value in seconds.items()}, "exponent": exponent(seconds)}
 
 
 def exponent(seconds: dict[int, float]) -> float | None:
