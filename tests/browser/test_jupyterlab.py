@@ -28,9 +28,10 @@ mine = {"a": {}, "b": {"loss": {"name": "cispo"}}}
 base = {"precision": "float64", "steps": 2}
 own = wb.Experiment({"base": base, "reference": "a", "configurations": mine}, folder="own")
 wb.figures.gradient_norm_by_step(own.run(where="processes"))"""
+# so many steps that no machine has done them before the last line of the test
 TWO_TRIALS = """
 question: Is anybody watching?
-base: {precision: float64, steps: 5000}
+base: {precision: float64, steps: 1000000}
 reference: patient
 configurations: {patient: {}, stopped: {seed: 1}}
 """
@@ -59,7 +60,8 @@ def notebook(browser, tmp_path):
     shutil.copy(ROOT / "notebooks/01_quickstart.ipynb", served)
     (served / "two_trials.yaml").write_text(TWO_TRIALS)
     with jupyterlab(served, tmp_path / "private", WORKBENCH_FAST="1", HF_HUB_OFFLINE="1") as lab:
-        opened = Notebook(browser.new_page(viewport={"width": 1280, "height": 1000}), lab, tmp_path, began)
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        opened = Notebook(page, lab, served, tmp_path, began)
         yield opened
         for launcher in launchers(served / "two_trials/runs"):  # of a test that failed half-way
             os.kill(launcher.pid, signal.SIGTERM)
@@ -69,33 +71,31 @@ def notebook(browser, tmp_path):
 class Notebook:
     """A user's actions on a notebook page."""
 
-    def __init__(self, page, lab, pictures, began):
-        self.page, self.lab, self.began = page, lab, began
+    def __init__(self, page, lab, served, pictures, began):
+        self.page, self.lab, self.served, self.began = page, lab, served, began
         kept = os.environ.get("WORKBENCH_SCREENSHOTS")
         self.folders = [pictures, *([Path(kept)] if kept else [])]
-        self.frames, self.number, self.dialogs = 0, 0, []
+        self.sockets, self.heard, self.number, self.dialogs = 0, 0, 0, []
         page.set_default_timeout(PATIENCE_MS)
         page.on("websocket", self._listen)
         page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.accept()))
 
     def _listen(self, socket):
         if "/channels" in socket.url:
-            socket.on("framereceived", self._count)
+            self.sockets += 1
+            number = self.sockets
+            socket.on("framereceived", lambda _frame: self._hear(number))
 
-    def _count(self, _frame):
-        self.frames += 1
+    def _hear(self, number):
+        self.heard = max(self.heard, number)
 
     def open(self, *, reset=True):
         """Open it, and wait until its kernel responds: before that, executed cells are silently dropped."""
-        self.frames = 0
+        before = self.sockets  # a panel still speaks through those of the page that is left
         self.page.goto(self.lab.address("01_quickstart.ipynb", reset=reset))
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
         self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
-        for _ in range(PATIENCE_MS // 100):
-            if self.frames:
-                break
-            self.page.wait_for_timeout(100)
-        assert self.frames, "no word from the kernel"
+        assert in_time(self.page, lambda: self.heard > before), "no word from the kernel"
         self.until("Idle")
 
     def until(self, word):
@@ -166,9 +166,36 @@ class Trials:
     def steps(self, name):
         return int(self.row(name).get_by_role("progressbar").get_attribute("aria-valuenow"))
 
-    def button(self, name, words):
+    def until_beyond(self, name, steps):
+        """Wait until more than these steps are shown; gives those shown then."""
+        assert in_time(self.panel.page, lambda: self.steps(name) > steps), f"{name} is not seen beyond step {steps}"
+        return self.steps(name)
+
+    def button(self, name):
         row = self.panel.locator(".workbench-row", has=self.panel.page.locator("b", has_text=name))
-        return row.get_by_role("button", name=words, exact=True)
+        return row.get_by_role("button")
+
+    def press_twice(self, button):
+        """Click and confirm, so that nothing is left to cancel; again where a busy machine let the time for it pass."""
+        page = self.panel.page
+        asked = button.and_(page.get_by_role("button", name="Really? Again", exact=True))
+        for _ in range(6):
+            button.click()
+            if in_time(page, asked.is_visible, 10_000):
+                page.wait_for_timeout(300)  # longer than a double click
+                button.click()
+                if in_time(page, button.is_disabled, 20_000):
+                    return
+        raise AssertionError("six times clicked and confirmed, and not all is cancelled")
+
+
+def in_time(page, happened, milliseconds=PATIENCE_MS):
+    """Look until it has happened; gives whether it has."""
+    for _ in range(milliseconds // 100):
+        if happened():
+            return True
+        page.wait_for_timeout(100)
+    return False
 
 
 @pytest.mark.timeout(600)
@@ -209,30 +236,23 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     )
     trials.wait_for("patient", "running")
     notebook.until("Idle")
-    notebook.run_new_cell(
-        "begun = len(two.runs[0].steps())\nwhile len(two.runs[0].steps()) < begun + 8:\n    time.sleep(0.1)"
-    )
+    notebook.run_new_cell('while not Path("seen").exists():\n    time.sleep(0.1)')  # ends when the test has seen enough
     notebook.until("Busy")
-    seen = set()
-    while notebook.busy:
-        now = trials.steps("patient")
-        if notebook.busy and now not in seen:  # still busy, so the panel moved meanwhile
-            seen.add(now)
-            if len(seen) == 3:
-                notebook.picture("live", trials.panel)
-        page.wait_for_timeout(100)
-    assert len(seen) > 3, f"steps seen while a cell ran: {sorted(seen)}"
+    shown = trials.steps("patient")
+    for _ in range(3):
+        shown = trials.until_beyond("patient", shown)
+    notebook.picture("live", trials.panel)
+    trials.until_beyond("patient", shown)
+    assert notebook.busy
+    (notebook.served / "seen").touch()
+    notebook.until("Idle")
 
     # one of the two is cancelled by its button, after a confirmation
-    trials.button("stopped", "Cancel").click()
-    again = trials.button("stopped", "Really? Again")
-    again.wait_for()
-    page.wait_for_timeout(300)
-    again.click()
+    trials.press_twice(trials.button("stopped"))
     trials.wait_for("stopped", "cancelled")
     trials.wait_for("patient", "running")
     notebook.picture("cancelled", trials.panel)
-    assert trials.button("stopped", "Cancel").is_disabled()
+    assert trials.button("stopped").is_disabled()
 
     # the tab is reloaded: the panel on the page is restored, and a new one shows the same
     notebook.save()
@@ -253,21 +273,13 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     forgotten.get_by_text("False", exact=True).wait_for()
     result = Trials(notebook.run_new_cell('import workbench as wb\nwb.Experiment("two_trials.yaml").panel()'))
     result.wait_for("patient", "running")
-    for _ in range(PATIENCE_MS // 100):
-        if result.steps("patient") > at_restart + 1:
-            break
-        page.wait_for_timeout(100)
-    assert result.steps("patient") > at_restart + 1
+    result.until_beyond("patient", at_restart + 1)
     assert "continues them without this notebook" in result.panel.inner_text()
     notebook.picture("after-the-restart", result.panel)
     assert re.search(r"[▁-█]|\d", result.row("patient").inner_text())
 
     # and it is not read-only: all running runs are cancelled from the new panel
-    result.panel.get_by_role("button", name="Cancel all", exact=True).click()
-    again = result.panel.get_by_role("button", name="Really? Again", exact=True)
-    again.wait_for()
-    page.wait_for_timeout(300)
-    again.click()
+    result.press_twice(result.panel.locator(".workbench-row").first.get_by_role("button"))
     result.wait_for("patient", "cancelled")
     notebook.picture("all-cancelled", result.panel)
     assert notebook.errors() == []
