@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import seed_torch
-from tests.helpers.left_open import children, nothing_left_open, open_files
+from tests.helpers.left_open import children_of, nothing_left_open, open_files
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
 
@@ -43,11 +43,11 @@ def test_an_unreaped_dead_process_is_named():
 
 
 def test_a_file_closed_in_time_is_not_reported(tmp_path):
-    before = open_files(), children()
+    before = open_files(), children_of()
     with nothing_left_open(0):  # or it would fail
         (tmp_path / "kept").write_text("x")
         subprocess.run([sys.executable, "-S", "-c", ""], check=True)
-    assert (open_files(), children()) == before
+    assert (open_files(), children_of()) == before
 
 
 @pytest.mark.parametrize("time", [1, 2])

@@ -20,6 +20,7 @@ import psutil
 
 from tests.chaos import launcher, stacks
 from tests.chaos.worker import acknowledged, checksum
+from tests.helpers.left_open import children_of
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 from workbench.records.states import ENDED
@@ -60,6 +61,7 @@ class Story:
         self.mark = uuid.uuid4().hex
         self.told: list[str] = []
         self.kills, self.killing = 0, list[str]()
+        self.strangers = set[int]()  # looked at and without the mark; only `start` gives it to who had none
         self.seen: dict[str, dict[int, int]] = {}
         recording = folder / "data/own"
         recording.mkdir(parents=True)
@@ -150,13 +152,16 @@ class Story:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the story."""
-        results = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    results.append(process)
-            except psutil.Error:
-                continue
+        mark, results = f"{MARK}={self.mark}".encode(), []
+        pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (quicker)
+        self.strangers &= pids
+        for pid in sorted(pids - self.strangers):
+            with contextlib.suppress(OSError, psutil.Error):
+                environment = Path(f"/proc/{pid}/environ").read_bytes()  # of a zombie it is empty
+                if mark in environment.split(b"\0"):
+                    results.append(psutil.Process(pid))
+                elif environment:
+                    self.strangers.add(pid)
         return results
 
     def start(self, runs: int) -> subprocess.Popen[bytes]:
@@ -202,10 +207,10 @@ class Story:
         for kind, belongs in zip(kinds, generations, strict=True):
             children = []
             for process in family:
-                try:
-                    children += [child for child in process.children() if belongs(child)]
-                except psutil.Error:
-                    continue
+                for pid in children_of(process.pid):
+                    with contextlib.suppress(psutil.Error):
+                        if belongs(child := psutil.Process(pid)):
+                            children.append(child)
             if kind == victim:
                 return children
             family = children

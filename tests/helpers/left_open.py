@@ -54,13 +54,13 @@ def _nothing_is_left_open():
 @contextmanager
 def nothing_left_open(grace_s: float = GRACE_S) -> Iterator[None]:
     """Fail if the body opens a file or starts a process and leaves it."""
-    files, processes = open_files(), children()
+    files, processes = open_files(), children_of()
     yield
-    if open_files() <= files and children() <= processes:
+    if open_files() <= files and children_of() <= processes:
         return
     gc.collect()  # uncollected objects are closed now, and pytest reports its ResourceWarning of this test
     until = time.monotonic() + grace_s
-    while left := [*_files(open_files() - files), *_processes(children() - processes)]:
+    while left := [*_files(open_files() - files), *_processes(children_of() - processes)]:
         if time.monotonic() > until:
             pytest.fail(f"left open: {'; '.join(left)}", pytrace=False)
         time.sleep(0.02)
@@ -83,16 +83,16 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def children() -> set[int]:
-    """Process ids of the children of this process, including zombies."""
+def children_of(pid: int | str = "self") -> set[int]:
+    """Process ids of the children of a process, including zombies; it reads no other process."""
     results: set[int] = set()
     try:
-        threads = os.listdir("/proc/self/task")  # noqa: PTH208 (quicker)
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 (quicker)
     except OSError:
         return results
     for thread in threads:
         try:
-            with open(f"/proc/self/task/{thread}/children", "rb") as file:  # noqa: PTH123 (quicker)
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:  # noqa: PTH123 (quicker)
                 results.update(map(int, file.read().split()))
         except OSError:  # the thread has ended
             continue
