@@ -20,8 +20,8 @@ from workbench.launch.detached import launchers
 pytestmark = pytest.mark.browser
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PATIENCE_MS = 120_000  # on a busy machine; a quiet one needs a tenth
-FIRST_PLOT_S = 120  # limit on a busy machine; the seconds of this run are kept next to the pictures
+PATIENCE_MS = 300_000  # on a busy machine; a quiet one needs a thirtieth
+FIRST_PLOT_S = 120  # limit where each process has a core; the seconds of this run are kept next to the pictures
 OWN = """\
 import workbench as wb
 mine = {"a": {}, "b": {"loss": {"name": "cispo"}}}
@@ -198,7 +198,7 @@ def in_time(page, happened, milliseconds=PATIENCE_MS):
     return False
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     page = notebook.page
     notebook.open()
@@ -206,7 +206,7 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     own.locator(".jp-OutputArea-output svg, .jp-OutputArea-output img").first.wait_for()
     seconds = time.monotonic() - notebook.began
     notebook.keep("seconds_to_first_own_plot.txt", f"{seconds:.1f}\n")
-    assert seconds < FIRST_PLOT_S
+    assert seconds < FIRST_PLOT_S * max(1.0, os.getloadavg()[1] / (os.cpu_count() or 1))
     notebook.picture("first-own-plot", own)
 
     notebook.run_all()

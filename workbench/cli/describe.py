@@ -16,6 +16,7 @@ from workbench.errors import SpecError, did_you_mean
 from workbench.faults import fault_names
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.schema import Setting, ablation_schema, settings_by_name
+from workbench.specs.descriptions import describe_fields
 from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.mistakes import nearest_settings
 from workbench.specs.precision import ALIASES
@@ -66,6 +67,7 @@ def description(name: str) -> dict[str, Any]:
     if (setting := settings_by_name().get(name)) is not None:
         return _setting(setting)
     if name in AblationSpec.model_fields:
+        describe_fields([AblationSpec])
         return {"name": name, "is": "key of an ablation file", "meaning": AblationSpec.model_fields[name].description}
     if name in PRESETS:
         default = flatten(LossSpec().model_dump(mode="json"))

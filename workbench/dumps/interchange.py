@@ -35,7 +35,7 @@ _PLACES = ("document_ids", "positions", "document_numbers")
 class Layout(BaseModel):
     """Sizes of the trainer's layout."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dp: int = Field(1, ge=1)
     """Data-parallel ranks."""
@@ -48,7 +48,7 @@ class Layout(BaseModel):
 class StepFile(BaseModel):
     """Contents of `step.json`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["rl step"]
     version: Literal[1]

@@ -38,6 +38,7 @@ from workbench.launch.ablation_checks import check_comparable, check_order, chec
 from workbench.records.certificate import compared_bitwise
 from workbench.records.directory import RUN_NAME
 from workbench.records.provenance import project_root
+from workbench.specs.descriptions import describe_fields
 from workbench.specs.mistakes import WHERE_SETTINGS_ARE, each_mistake
 from workbench.specs.reading import flatten, merge, parse_spec, read_yaml
 from workbench.specs.run import RunSpec
@@ -80,7 +81,13 @@ class AblationSpec(BaseModel):
         [('b-float64', 'a-float64'), ('b-float32', 'a-float32')]
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **named: Any) -> dict[str, Any]:
+        """As pydantic's, with docstrings as descriptions."""
+        describe_fields([cls])
+        return super().model_json_schema(*args, **named)
 
     question: str = ""
     """The question that the ablation answers, in a sentence: the report's title."""

@@ -9,8 +9,6 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
-from mcp import Client
-from mcp.client.stdio import StdioServerParameters
 
 from tests.helpers import warm
 from tests.helpers.hand_records import make_record
@@ -42,6 +40,9 @@ def wire(tmp_path_factory):
 @pytest.fixture(scope="module")
 def call(wire):
     """A function that calls a tool, or lists them, in one server."""
+    from mcp import Client  # here, as every worker imports this file
+    from mcp.client.stdio import StdioServerParameters
+
     serve = shlex.join([warm.python(), "-m", "workbench", "mcp", "--folder", str(ROOT)])
     kept = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     server = StdioServerParameters(command="sh", args=["-c", f"{serve} | tee {shlex.quote(str(wire))}"], env=kept)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
 
+from workbench.specs.descriptions import describe_fields
 from workbench.specs.mistakes import WHERE_SETTINGS_ARE, unusable
 
 LOCAL_STATISTICS = ("micro_batch", "packing", "dp", "cp")
@@ -33,6 +34,7 @@ class _Constructed(ModelMetaclass):
             raise unusable(cls.__name__, error, model, fix=f"correct the settings; {WHERE_SETTINGS_ARE}") from None
 
 
+_created: list[type[BaseModel]] = []
 _NUMBERS = (int, float, int | None, float | None)
 _MOST_BYTES, _MOST_BYTES_OF_A_NAME = 4095, 255  # PATH_MAX without its final NUL, NAME_MAX: linux/limits.h
 _MOST_BYTES_OF_A_LETTER = 4  # of UTF-8: RFC 3629
@@ -41,7 +43,17 @@ _MOST_BYTES_OF_A_LETTER = 4  # of UTF-8: RFC 3629
 class Settings(BaseModel, metaclass=_Constructed):
     """Frozen settings; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **named: Any) -> dict[str, Any]:
+        """As pydantic's, with docstrings as descriptions."""
+        describe_fields(_created)
+        return super().model_json_schema(*args, **named)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **named: Any) -> None:
+        _created.append(cls)
 
     @model_validator(mode="before")  # of the model: a discriminator field takes no such validator
     @classmethod
