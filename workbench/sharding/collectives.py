@@ -265,15 +265,17 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | 
         return wire.exchange_rows(rows, counts_RR, axis.group, axis.rank)
 
 
-def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of an axis, outside autograd; it must not be overwritten before it has arrived.
+def start_rotation(value: Tensor, axis: Axis, *, places: int = 1, caller: str | None = None) -> Callable[[], Tensor]:
+    """Send a tensor some places on along an axis, to the next rank by default, outside autograd.
+
+    It must not be overwritten before it has arrived.
 
     Returns:
-        A function to call once, which waits for the tensor of the previous rank and returns it.
+        A function to call once, which waits for the tensor of the rank as many places before and returns it.
     """
     value = value.contiguous()
     with _in("start_rotation", value, axis, caller):
-        arrival = wire.start_rotation(value, _group(axis), axis.rank, axis.size)
+        arrival = wire.start_rotation(value, _group(axis), axis.rank, axis.size, places)
 
     def arrive() -> Tensor:
         with _in("end of rotation", value, axis, caller):

@@ -147,9 +147,9 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
     return torch.cat([sent[begin : begin + count] for sent, begin, count in sources])
 
 
-def start_rotation(tensor: Tensor, group: Group, rank: int, size: int) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the ring; see `collectives.start_rotation`. All have one shape."""
-    after, before = (rank + 1) % size, (rank - 1) % size
+def start_rotation(tensor: Tensor, group: Group, rank: int, size: int, places: int = 1) -> Callable[[], Tensor]:
+    """Send a tensor some places on in the ring; see `collectives.start_rotation`. All have one shape."""
+    after, before = (rank + places) % size, (rank - places) % size
     if not isinstance(group, dist.ProcessGroup):
         gathered = group.exchange(tensor.clone())
         return lambda: gathered[before].clone()
