@@ -46,8 +46,8 @@ def backward_of(named, used, factor):
     return total
 
 
-def two_ranks():
-    axis, outcome = make_mesh(dp=2)["dp_cp"], {}
+def two_ranks(mesh):
+    axis, outcome = mesh["dp_cp"], {}
     for case, used in {
         "all": ("first", "second", "third", "head"),
         "head first and last": ("head", "first", "second", "third"),
@@ -64,8 +64,18 @@ def two_ranks():
     return outcome
 
 
-def test_sums_start_in_one_order_as_gradients_are_complete(tmp_path):
-    first, second = run_ranks(two_ranks, 2, tmp_path)
+def all_of_two_ranks():
+    mesh = make_mesh(dp=2)
+    return two_ranks(mesh), chain_of_two_ranks(mesh), misuse_of_two_ranks(mesh)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return list(zip(*run_ranks(all_of_two_ranks, 2, tmp_path_factory.mktemp("early")), strict=True))
+
+
+def test_sums_start_in_one_order_as_gradients_are_complete(ranks):
+    first, second = ranks[0]
     whole = {name: ([22.0 * (1 + place)] * size, "torch.float32") for place, (name, size) in enumerate(SIZES.items())}
     whole["unused"] = ([0.0], "torch.float32")
     for rank in (first, second):
@@ -78,9 +88,8 @@ def test_sums_start_in_one_order_as_gradients_are_complete(tmp_path):
     assert first["idle"][1] == second["idle"][1] == whole | {"head": ([10.0] * 5, "torch.float32")}
 
 
-def chain_of_two_ranks():
+def chain_of_two_ranks(mesh):
     """Layers whose gradients come one after another; the second rank has none of the head."""
-    mesh = make_mesh(dp=2)
     torch.manual_seed(mesh["dp"].rank)
     layers = nn.ModuleDict({f"layer{number}": nn.Linear(3, 3) for number in range(4)})
     early = EarlySums(list(layers.parameters()), mesh["dp_cp"], bucket_bytes=12 * 4)
@@ -94,8 +103,8 @@ def chain_of_two_ranks():
     return seen, before, {name: parameter.grad for name, parameter in layers.named_parameters()}
 
 
-def test_a_rank_without_a_gradient_starts_the_same_sums_later(tmp_path):
-    (first, own, summed), (second, others, again) = run_ranks(chain_of_two_ranks, 2, tmp_path)
+def test_a_rank_without_a_gradient_starts_the_same_sums_later(ranks):
+    (first, own, summed), (second, others, again) = ranks[1]
     assert first == [(12, True)] * 4, "one sum for each layer, before its input's gradient"
     assert second == [(12, False)] * 4, "the head comes first, and has none"
     for name, total in summed.items():
@@ -103,8 +112,8 @@ def test_a_rank_without_a_gradient_starts_the_same_sums_later(tmp_path):
         assert torch.equal(total, again[name])
 
 
-def misuse_of_two_ranks():
-    axis, messages = make_mesh(dp=2)["dp_cp"], []
+def misuse_of_two_ranks(mesh):
+    axis, messages = mesh["dp_cp"], []
     # a gradient changed while it travels, or completed twice; a backward that failed
     named = parameters()
     early = EarlySums(list(named.values()), axis)
@@ -129,8 +138,8 @@ def misuse_of_two_ranks():
     return [*messages, str(caught.value)]
 
 
-def test_misuse_is_noticed(tmp_path):
-    for changed, started, after, unfinished in run_ranks(misuse_of_two_ranks, 2, tmp_path):
+def test_misuse_is_noticed(ranks):
+    for changed, started, after, unfinished in ranks[2]:
         assert "nothing writes to gradients" in changed
         assert started == "[(5, True)]", "the sum of the head; none once the backward has failed"
         assert after == "1"
