@@ -92,12 +92,11 @@ def early_sums(
     """Prepare the sums over dp x cp of `sum_gradients` to start during the last backward; None: they start after it.
 
     They start early where transfers overlap with compute (NCCL), of parameters that all ranks of dp x cp hold whole. A
-    group that backward uses itself (dp x cp is cp, or ep) would see its collectives in another order on a rank that
+    group that backward uses itself (that of cp, or of ep) would see its collectives in another order on a rank that
     trains no token, so these sums wait.
     """
     axis = mesh["dp_cp"]
-    shared = axis.size in (mesh["cp"].size, mesh["ep"].size)  # then one group is both
-    if axis.group is None or shared or not overlaps(axis.group):
+    if axis.group is None or axis.group in (mesh["cp"].group, mesh["ep"].group) or not overlaps(axis.group):
         return None
     whole = [
         parameter for name, parameter in _trained(model) if not shards[name].over_dp_cp and not shards[name].over_ep

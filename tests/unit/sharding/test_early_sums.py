@@ -1,6 +1,8 @@
 """Sums that start in backward, over gloo, whose sums run asynchronously too: order, idle ranks, and refused misuse."""
 
 import contextlib
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from workbench.sharding import early_sums, gradients
 from workbench.sharding.early_sums import EarlySums
-from workbench.sharding.mesh import make_mesh
+from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
 
@@ -146,7 +148,9 @@ def test_misuse_is_noticed(ranks):
         assert "starts all sums" in unfinished
 
 
-def chosen(mesh):
+def chosen(mesh, *, with_group_of=""):
+    if with_group_of:
+        mesh = Mesh(mesh.axes | {"dp_cp": replace(mesh[with_group_of], name="dp_cp")}, mesh.device)
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(1)) for name in ("whole", "expert", "frozen")})
     model["frozen"].requires_grad_(False)
     shards = {"whole": ParameterShard(), "expert": ParameterShard(over_ep=mesh["ep"].size > 1)}
@@ -155,18 +159,22 @@ def chosen(mesh):
 
 
 @pytest.mark.parametrize(
-    ("layout", "names"),
+    ("layout", "with_group_of", "names"),
     [
-        ({"dp": 2}, {"whole", "expert"}),
-        ({"dp": 2, "tp": 2}, {"whole", "expert"}),
-        ({"dp": 2, "cp": 2}, {"whole", "expert"}),
-        ({"dp": 4, "ep": 2}, {"whole"}),  # experts are summed over edp, after backward
-        ({"dp": 2, "ep": 2}, None),  # backward has collectives of the same group
-        ({"cp": 2}, None),
-        ({"tp": 2}, None),
+        ({"dp": 2}, "", {"whole", "expert"}),
+        ({"dp": 2, "tp": 2}, "", {"whole", "expert"}),
+        ({"dp": 2, "cp": 2}, "", {"whole", "expert"}),
+        ({"dp": 4, "ep": 2}, "", {"whole"}),  # experts are summed over edp, after backward
+        ({"dp": 2, "ep": 2}, "ep", None),  # backward has collectives of the same group
+        ({"cp": 2}, "", {"whole", "expert"}),
+        ({"cp": 2}, "cp", None),
+        ({"tp": 2}, "", None),
     ],
 )
-def test_sums_start_early_where_backward_has_no_other_collective_of_the_group(layout, names, monkeypatch):
-    assert set(simulate(chosen, **layout)) == {None}, "simulated ranks wait in a sum"
+def test_sums_start_early_where_backward_has_no_other_collective_of_the_group(
+    layout, with_group_of, names, monkeypatch
+):
+    choose = functools.partial(chosen, with_group_of=with_group_of)
+    assert set(simulate(choose, **layout)) == {None}, "simulated ranks wait in a sum"
     monkeypatch.setattr(gradients, "overlaps", lambda group: True)
-    assert all(answer == names for answer in simulate(chosen, **layout))
+    assert all(answer == names for answer in simulate(choose, **layout))
