@@ -52,7 +52,7 @@ suppress_warnings = ["ref.python"]  # a name without its module that several mod
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = os.environ.get("DOCS_NOTEBOOKS", "cache")
 nb_execution_cache_path = str(ROOT / "docs/_build/notebooks")
-nb_execution_timeout = 3600  # seconds a cell: the longest takes 100 on two idle cores, and 900 were too few at a load of 50
+nb_execution_timeout = 3600  # seconds a cell: the longest takes 100 on two idle cores; 900 were too few at a load of 50
 nb_execution_raise_on_error = True
 nb_execution_in_temp = False
 
