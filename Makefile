@@ -49,7 +49,7 @@ test: .venv/.installed-dev browser
 test-all: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -m "not engines and not slurm" $(PYTEST)
 
-test-slurm: .venv/.installed-dev slurm
+test-slurm: slurm .venv/.installed-dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST)
 
 chaos: .venv/.installed-dev
@@ -140,5 +140,6 @@ browser:
 
 .PHONY: slurm
 slurm:
+	@[ "$$(id -u)" = 0 ] || { echo "make test-slurm starts the daemons of a cluster: run it as root." >&2; exit 1; }
 	@(for program in slurmctld slurmd slurmdbd munged mariadbd; do command -v $$program >/dev/null || exit 1; done) || { \
 	  apt-get update && apt-get install -y --no-install-recommends slurm-wlm slurmdbd munge mariadb-server; }

@@ -288,7 +288,7 @@ COMMANDS: dict[str, tuple[tuple[int, ...], Callable[[Path, int], list[str]]]] = 
     "rollouts score, documents": ((1, 1000, 2000), score_documents),
     "rollouts record, answers": ((1, 100, 200), record_answers),
     "run, ranks": ((1, 4, 8), run_ranks),
-    "bisect, ranks": ((1, 8, 16), bisect_ranks),
+    "bisect, ranks": ((8, 32, 64), bisect_ranks),
     "sensitivity, ranks": ((1, 8, 16), sensitivity_ranks),
     "ls, ranks": ((8, 64, 512), ls_ranks),
     "status, ranks": ((8, 64, 512), status_ranks),

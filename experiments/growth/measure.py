@@ -34,7 +34,7 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.records.provenance import project_root, provenance
 
 RUNS = (0, 500, 1000)
-CONFIGURATIONS = (35, 100, 200)
+CONFIGURATIONS = (35, 100, 200, 1000)
 DOCUMENTS = (0, 50_000, 100_000)
 TIMES = 4  # the least counts: what else this machine does only adds
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

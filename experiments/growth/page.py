@@ -25,6 +25,19 @@ LABELS = {
     "logs, last 50 lines": ("`logs`", "lines"),
     "logs, kB of one line": ("`logs`", "kB of one line, a progress bar"),
     "doctor, runs": ("`doctor`", "runs"),
+    "sensitivity, documents": ("`sensitivity` to one fault", "documents of a step"),
+    "sensitivity, faults": ("`sensitivity`", "faults"),
+    "sensitivity, ranks": ("`sensitivity` to one fault", "simulated ranks"),
+    "verify, steps": ("`verify --gpus 0`", "steps"),
+    "rollouts score, documents": ("`rollouts score`", "documents"),
+    "rollouts record, answers": ("`rollouts record --answers`", "completions of a problem"),
+    "run, ranks": ("`run`", "ranks, over gloo"),
+    "bisect, ranks": ("`bisect`", "simulated ranks"),
+    "ls, ranks": ("`ls`", "ranks of a run"),
+    "status, ranks": ("`status RUN`", "ranks of a run"),
+    "status, ranks of a failed run": ("`status RUN`", "ranks of a failed run"),
+    "logs, ranks": ("`logs`", "ranks of a run"),
+    "compare, ranks": ("comparing runs, as `run` does", "ranks of a run"),
 }
 """Key of the record -> verb, and what it reads many of."""
 
