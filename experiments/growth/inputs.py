@@ -199,11 +199,6 @@ def doctor_runs(folder: Path, size: int) -> list[str]:
     return ["doctor"]
 
 
-def run_ranks(folder: Path, size: int) -> list[str]:
-    ablation = write_ablation(folder, settings(ARITHMETIC / "rollouts"), 1, layout={"dp": size})
-    return ["run", str(ablation), "--where", "torchx", "--no-notebook", "--fresh"]
-
-
 def bisect_ranks(folder: Path, size: int) -> list[str]:
     spec = str(write_json(folder / "spec.yaml", settings(ARITHMETIC / "rollouts", layout={"dp": size})))
     return ["bisect", spec, spec]
@@ -230,6 +225,10 @@ def sensitivity_ranks(folder: Path, size: int) -> list[str]:
 
 def verify_steps(folder: Path, size: int) -> list[str]:
     return ["verify", "--gpus", "0", "--steps", str(size), "--record", str(folder / "verify.json")]
+
+
+def verify_ranks(folder: Path, size: int) -> list[str]:
+    return ["-c", f"from workbench.launch import verify; verify.measure(gpus=0, steps=10, tokens=1024, ranks={size})"]
 
 
 def score_documents(folder: Path, size: int) -> list[str]:
@@ -287,7 +286,7 @@ COMMANDS: dict[str, tuple[tuple[int, ...], Callable[[Path, int], list[str]]]] = 
     "verify, steps": ((1, 40, 80), verify_steps),
     "rollouts score, documents": ((1, 1000, 2000), score_documents),
     "rollouts record, answers": ((1, 100, 200), record_answers),
-    "run, ranks": ((1, 4, 8), run_ranks),
+    "verify, ranks": ((2, 4, 8), verify_ranks),
     "bisect, ranks": ((8, 32, 64), bisect_ranks),
     "sensitivity, ranks": ((1, 8, 16), sensitivity_ranks),
     "ls, ranks": ((8, 64, 512), ls_ranks),

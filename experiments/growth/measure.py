@@ -1,8 +1,8 @@
 """Growth of cost: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
 python -m experiments.growth.measure            writes growth.json next to it
-python -m experiments.growth.measure report     measures that part alone: verbs, reading, long, preparation, report or
-                                                computing, of which it also takes single entries ("run, steps")
+python -m experiments.growth.measure report     measures that part alone: verbs, reading, long, preparation, estimators,
+                                                report or computing, of which it also takes entries ("run, steps")
 
 The run directories are synthetic (four steps, one parameter) and in a temporary folder. A growth exponent is the slope
 of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -153,6 +154,54 @@ def measure_verbs(runs: tuple[int, ...] = RUNS) -> dict[str, Any]:
 def measure_preparation(documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
     """Measure the preparation of a step."""
     return grown(documents, lambda number: cpu_s([sys.executable, "-c", PREPARE, str(number)], Path.cwd()))
+
+
+def measure_estimators(documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
+    """Measure each estimator of advantages in groups of four, and the signs of preference pairs, in this process."""
+    import torch
+
+    from workbench.losses.document_sums import pair_signs
+    from workbench.rollouts.advantages.inputs import AdvantageInputs
+    from workbench.rollouts.advantages.registry import ESTIMATORS, estimate_advantages
+
+    def inputs(number: int, tokens: int = 3) -> AdvantageInputs:
+        draw = torch.Generator().manual_seed(0)
+        values_N, values_T = (torch.rand(many, generator=draw).double() for many in (number, number * tokens))
+        ids_T = torch.arange(number).repeat_interleave(tokens)
+        return AdvantageInputs(
+            document_ids_T=ids_T,
+            loss_mask_T=torch.ones_like(ids_T, dtype=torch.bool),
+            rewards_N=values_N,
+            group_ids_N=torch.arange(number) // 4,
+            values_T=values_T,
+            components_NK=values_N[:, None].repeat(1, 2),
+            baselines_N=values_N,
+            old_logprobs_T=-values_T,
+            squared_probabilities_T=values_T,
+        )
+
+    def pairs(given: AdvantageInputs) -> None:
+        pair_signs(
+            given.document_ids_T, given.document_ids_T // 2, given.rewards_N[given.document_ids_T], given.loss_mask_T
+        )
+
+    def seconds(call: Callable[[AdvantageInputs], object], number: int) -> float:
+        if number == 0:
+            return 0.0
+        given, before = inputs(number), time.process_time()
+        call(given)
+        return time.process_time() - before
+
+    calls: dict[str, Callable[[AdvantageInputs], object]] = {
+        name: functools.partial(estimate_advantages, name) for name in ESTIMATORS
+    }
+    return {
+        "provenance": provenance(project_root()),
+        "estimators": {
+            name: grown(documents, functools.partial(seconds, call))
+            for name, call in (calls | {"preference pairs": pairs}).items()
+        },
+    }
 
 
 def many_configurations(number: int) -> Comparison:
@@ -310,7 +359,7 @@ def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str
 
 if __name__ == "__main__":
     file = Path(__file__).with_name("growth.json")
-    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "report", "computing"]
+    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "estimators", "report", "computing"]
     record = json.loads(file.read_text()) if file.exists() else {}
     if "verbs" in parts:
         record |= measure_verbs()
@@ -320,6 +369,8 @@ if __name__ == "__main__":
         record["long comparison"] = measure_long()
     if "preparation" in parts:
         record["preparation of a step"] = measure_preparation()
+    if "estimators" in parts:
+        record["advantages of a step"] = measure_estimators()
     if "report" in parts:
         record["report"] = measure_report()
     computing = record.setdefault("computing", {})

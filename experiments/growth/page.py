@@ -31,7 +31,7 @@ LABELS = {
     "verify, steps": ("`verify --gpus 0`", "steps"),
     "rollouts score, documents": ("`rollouts score`", "documents"),
     "rollouts record, answers": ("`rollouts record --answers`", "completions of a problem"),
-    "run, ranks": ("`run`", "ranks, over gloo"),
+    "verify, ranks": ("`verify --gpus 0`, more ranks", "processes, over gloo"),
     "bisect, ranks": ("`bisect`", "simulated ranks"),
     "ls, ranks": ("`ls`", "ranks of a run"),
     "status, ranks": ("`status RUN`", "ranks of a run"),
