@@ -285,7 +285,7 @@ COMMANDS: dict[str, tuple[tuple[int, ...], Callable[[Path, int], list[str]]]] = 
     "sensitivity, faults": ((1, 40, 80), sensitivity_faults),
     "verify, steps": ((1, 40, 80), verify_steps),
     "rollouts score, documents": ((1, 1000, 2000), score_documents),
-    "rollouts record, answers": ((1, 100, 200), record_answers),
+    "rollouts record, answers": ((1, 800, 1600), record_answers),
     "verify, ranks": ((2, 4, 8), verify_ranks),
     "bisect, ranks": ((8, 32, 64), bisect_ranks),
     "sensitivity, ranks": ((1, 8, 16), sensitivity_ranks),
