@@ -112,7 +112,7 @@ def exponent(seconds: dict[int, float]) -> float | None:
     """
     first, *_, half, most = sorted(seconds)
     start, small, large = seconds[first], seconds[half] - seconds[first], seconds[most] - seconds[first]
-    if large < 0.1 * start or small <= 0:
+    if large < 0.1 * start or min(small, large) <= 0:
         return None
     return round(math.log(large / small) / math.log((most - first) / (half - first)), 2)
 

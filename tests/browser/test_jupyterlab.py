@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.chromium import chromium
 from tests.helpers.jupyterlab import ROOT, jupyterlab
 from workbench.launch.detached import launchers
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE_MS = 120_000  # on a busy machine; a quiet one needs a tenth
 FIRST_PLOT_S = 120  # limit on a busy machine; the seconds of this run are kept next to the pictures
 OWN = """\
@@ -38,16 +38,8 @@ configurations: {patient: {}, stopped: {seed: 1}}
 
 @pytest.fixture
 def browser():
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        )
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from workbench.errors import RecordError, SpecError
-from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.engine_responses import Generated, alternative_logprob, completion_logprobs, prompt_logprobs
 from workbench.rollouts.places import places_of_each
 from workbench.rollouts.sampling import Quantity, Sampling, quantity_of
@@ -170,8 +170,8 @@ def score(batch: RolloutBatch, engine: EngineClient, *, mode: str = "raw") -> Ro
     """
     quantity: Quantity = quantity_of(mode)
     scores_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    for document, places in places_of_each(batch.document_ids_T).items():
-        if document != PADDING and batch.loss_mask_T[places].any():
+    for places in places_of_each(batch.document_ids_T).values():
+        if batch.loss_mask_T[places].any():
             logprobs = engine.prompt_logprobs(batch.tokens_T[places].tolist())
             scores_T[places] = torch.tensor(logprobs, dtype=torch.float64)
     scores_T = torch.where(batch.loss_mask_T, scores_T, 0.0).to(batch.old_logprobs_T.dtype)
