@@ -52,25 +52,34 @@ CONSTANT = {
 }
 """Verb without an input that grows -> what it does."""
 
-
-NOT_MEASURED = {
-    "sensitivity": "trains a step for each bug and configuration",
-    "verify": "trains as `run` does, on ranks and on one",
-    "rollouts score": "sends an engine a request for each document",
-    "rollouts record": "is mostly a warm-up that its sizes do not change",
-}
-"""Verb whose growth is not measured -> what it does."""
+SEEN_S = 0.1
+"""Seconds from which an exponent is more than the scatter of a few milliseconds."""
 
 
 def constant() -> str:
-    """Return the verbs that are not in the table, and why."""
+    """Return the verbs that are not in the table, and why, and what the smallest size of the others is."""
     reasons: dict[str, list[str]] = {}
     for verb, reason in CONSTANT.items():
         reasons.setdefault(reason, []).append(f"`{verb}`")
     without_growth = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
-    missing = "; ".join(f"`{verb}` ({reason})" for verb, reason in NOT_MEASURED.items())
     return (
-        f"No input that grows: {'; '.join(without_growth)}. Not measured: {missing}; any verb by the number of ranks."
+        f"No input that grows: {'; '.join(without_growth)}. Not measured: `run` by the number of its ranks, which are "
+        "forked and for which no process of it waits, unlike those of `verify`. The smallest sizes of `verify`, "
+        "`rollouts record` and the verbs on simulated ranks are work, and no start-up alone."
+    )
+
+
+def estimators(record: Mapping[str, Any]) -> str:
+    """Return what the advantages of a large step cost."""
+    found = record["advantages of a step"]["estimators"]
+    number = max(map(int, next(iter(found.values()))["cpu_s"]))
+    seconds = {name: entry["cpu_s"][str(number)] for name, entry in found.items()}
+    slow = {name: entry["exponent"] for name, entry in found.items() if seconds[name] >= SEEN_S}
+    longest = max(seconds, key=lambda name: seconds[name])
+    return (
+        f"Advantages of a step of {number:,} documents, in groups of four, and the signs of its pairs take at "
+        f"most {seconds[longest]:.1f} s (`{longest}`). The exponents of the {len(slow)} of {len(found)} that take "
+        f"{SEEN_S} s or more are {min(slow.values()):.2f} to {max(slow.values()):.2f}."
     )
 
 

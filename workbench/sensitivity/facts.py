@@ -243,7 +243,7 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         scaled_advantages=_change_if_doubled(rewarded, batch, spec),
         padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
         in_order=flat == sorted(flat),
-        split_groups=sum(rows > 2 for rows in rows_of.values()),
+        split_groups=sum(rows > 1 for rows in rows_of.values()),
         rollouts_of_several=0 if rollouts is None else len(rollouts.values) - len(rollouts.values.unique()),
         has_sampler=batch.sampler_logprobs_T is not None,
         has_reference=batch.ref_logprobs_T is not None,
