@@ -13,6 +13,7 @@ Letters: T packed tokens | S tokens of the source batch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -21,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,7 @@ class Truth(_Model):
 
     precision: Literal["float32", "float64"]
     row_tokens: int
+    checkpointing: bool = False
 
 
 class Workload(_Model):
@@ -336,14 +338,13 @@ class Rank:
         _save_model(self.plan, self.folder / "model")
         mesh = single_process_mesh(self.device)
         for name, workload in self.plan.workloads.items():
-            spec = self.spec(workload, LayoutSpec(kernel="plain"), truth=True)
+            layout = LayoutSpec(kernel="plain", checkpointing=workload.truth.checkpointing)
+            spec = self.spec(workload, layout, truth=True)
             policy, _ = self.policy(spec, mesh)
-            perturb(policy.model, self.plan.old_policy)
             drawn = draw_rollouts(workload, self.plan)
-            batch = replace(drawn, old_logprobs_T=predicted_logprobs(policy, drawn, spec))
+            with perturbed(policy.model, self.plan.old_policy):
+                batch = replace(drawn, old_logprobs_T=predicted_logprobs(policy, drawn, spec))
             save(batch, self.folder / name)
-            self._policy = None
-            policy, _ = self.policy(spec, mesh)
             rows, totals = flow.prepare_rows(batch, spec, mesh)
             result = flow.run_step(
                 policy,
@@ -359,6 +360,7 @@ class Rank:
                 {key: value.contiguous().cpu() for key, value in result.gradients.items()},
                 self.folder / f"{name}.gradients.safetensors",
             )
+            policy.model.zero_grad(set_to_none=True)
             tokens = {key: result.tokens[key].cpu() for key in ("clipped", "policy_logprobs")}
             save_file(tokens, self.folder / f"{name}.tokens.safetensors")
             apart_S = (tokens["policy_logprobs"].double() - batch.old_logprobs_T.double())[batch.loss_mask_T]
@@ -511,6 +513,19 @@ def draw_documents(
             }
         )
     return RolloutBatch.from_documents(documents)
+
+
+@contextlib.contextmanager
+def perturbed(model: torch.nn.Module, how: OldPolicy) -> Iterator[None]:
+    """Move every weight, in place, while this is open: see `perturb`."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    perturb(model, how)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
 
 
 def perturb(model: torch.nn.Module, how: OldPolicy) -> None:

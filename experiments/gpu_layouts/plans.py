@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.gpu_layouts.measure import format_record, measure
 from workbench.atomic import to_json, write_whole
 
-PLANS = {"two_gpus": 2, "four_gpus": 4, "four_gpus_mixture": 4}
+PLANS = {"two_gpus": 2, "four_gpus": 4, "four_gpus_mixture": 4, "four_gpus_8b": 4, "four_gpus_131k": 4}
 """Name -> ranks of every layout but `one_rank`."""
 FOLDER = Path(__file__).parent
 

@@ -70,8 +70,8 @@ def measure(
 def _workload(size: Size, device: torch.device, rounds: int, log: Callable[[str], None]) -> dict[str, Any]:
     work = Workload.make(size, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     errors = _errors(work, log)
-    both = _interleaved(work, BOTH, rounds, log)
-    forward = _interleaved(work, FORWARD, rounds, log)
+    both = interleaved(work, BOTH, rounds, log)
+    forward = interleaved(work, FORWARD, rounds, log)
     for name, entry in errors.items():
         both["contenders"][name] |= entry
     return {
@@ -86,7 +86,7 @@ def _workload(size: Size, device: torch.device, rounds: int, log: Callable[[str]
 # -- time and memory -------------------------------------------------------------------------------------------
 
 
-def _interleaved(
+def interleaved(
     work: Workload, contenders: Iterable[Contender], rounds: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure samples and memory of every contender that runs here, the floor included."""

@@ -14,7 +14,7 @@ from workbench.sharding.attention import sharded_attention
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.plan import ShardPlan
 
-ORDERS = ("contiguous", "zigzag", "striped", "document_zigzag", "balanced")
+ORDERS = ("contiguous", "zigzag", "striped", "document_zigzag", "whole_documents", "balanced")
 LENGTHS = (8, 16, 8, 16)
 DOCUMENTS = [0] * 5 + [PADDING] * 3 + [1] * 16 + [2] + [PADDING] * 7 + [3] * 9 + [PADDING] * 7
 """Documents of 5, 16, 1 and 9 tokens, each padded to a multiple of 8."""

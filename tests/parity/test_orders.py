@@ -15,6 +15,7 @@ from tests.parity.test_oracle import documents_near, oracle
 ORDERS = {
     "striped": {"order": "striped"},
     "document_zigzag": {"order": "document_zigzag"},
+    "whole_documents": {"order": "whole_documents", "attention": "ring"},
     "balanced": {"order": "balanced", "block_tokens": 4},
 }
 MESHES = {"cp2": {"cp": 2}, "cp4": {"cp": 4}, "dp2_cp2": {"dp": 2, "cp": 2}}

@@ -111,6 +111,11 @@ class Policy:
     def _needs_copies(self) -> bool:
         return self.dtypes.copies and (self.trunk is None or self.mesh["dp_cp"].group is None)
 
+    @property
+    def accumulates_in_copies(self) -> bool:
+        """True if gradients reach the parameters when `in_compute_dtype` ends, not in backward."""
+        return self._needs_copies and self.dtypes.gradients != self.dtypes.weights
+
     @contextlib.contextmanager
     def in_compute_dtype(self) -> Iterator[None]:
         """Compute in ``dtypes.compute`` while this is open: everything from hidden states to the end of backward.
@@ -120,8 +125,7 @@ class Policy:
         if not self._needs_copies:
             yield
             return
-        accumulate = self.dtypes.gradients != self.dtypes.weights
-        with compute_copies(self.model, DTYPES[self.dtypes.compute], accumulate=accumulate):
+        with compute_copies(self.model, DTYPES[self.dtypes.compute], accumulate=self.accumulates_in_copies):
             self._computes = True
             try:
                 yield

@@ -22,6 +22,9 @@ from workbench.sharding.mesh import Axis
 
 Item = TypeVar("Item")
 
+BUCKET_BYTES = 64 * 2**20
+"""Size up to which many tensors share a collective."""
+
 
 def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
     """Complete a partial sum whose result every rank then uses for the *same* computation.
@@ -96,7 +99,7 @@ def all_sum(value: Tensor, axis: Axis) -> Tensor:
     return _reduced("all_sum", value, axis)
 
 
-def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 2**20) -> None:
+def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum each of many tensors over an axis, in place, outside autograd, in few collectives.
 
     Adjacent tensors of one dtype share a bucket until it is full, and a bucket is one collective; a tensor that fills
@@ -105,13 +108,45 @@ def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 
     if axis.group is None:
         return
     for bucket in buckets(map(Tensor.detach, tensors), bucket_bytes, lambda one: (one.dtype, one.nbytes)):
-        in_place = len(bucket) == 1 and bucket[0].is_contiguous()
-        flat = bucket[0].view(-1) if in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = _flat(bucket)
         with _in("all_sum_", flat, axis):
             wire.all_reduce(flat, axis.group)
-        if not in_place:
-            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
+        _unflatten(flat, bucket)
+
+
+def start_all_sum_(bucket: Sequence[Tensor], axis: Axis) -> Callable[[], None]:
+    """Start `all_sum_` of tensors of one dtype, in one collective; return a function to call once, which waits for it.
+
+    Nothing may read or write the tensors before.
+    """
+    if axis.group is None:
+        return lambda: None
+    bucket = [tensor.detach() for tensor in bucket]
+    flat = _flat(bucket)
+    with _in("start_all_sum_", flat, axis):
+        wait = wire.start_all_reduce(flat, axis.group)
+
+    def arrive() -> None:
+        with _in("end of all_sum_", flat, axis):
+            wait()
+        _unflatten(flat, bucket)
+
+    return arrive
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    """One tensor of all elements: the memory of a single contiguous one, else a copy."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def _unflatten(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Copy all elements back to the tensors; the inverse of `_flat`."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return
+    for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
 
 
 def all_max(value: Tensor, axis: Axis) -> Tensor:
@@ -126,7 +161,7 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     return next(gather_many([value], axis))
 
 
-def gather_many(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 2**20) -> Iterator[list[Tensor]]:
+def gather_many(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
     """Yield for each tensor those of all ranks, in rank order, outside autograd. First dimensions may differ.
 
     One collective for all lengths and one for each bucket, see `all_sum_`. Every rank passes as many tensors, and
@@ -250,6 +285,21 @@ def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tens
         return wire.all_to_all(pieces_R, axis.group, axis.rank)
 
 
+def start_exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
+    """Start `exchange`; return a function to call once, which waits for the pieces and returns them."""
+    if axis.group is None:
+        return lambda: pieces_R
+    pieces_R = pieces_R.contiguous()
+    with _in("start_exchange", pieces_R, axis, caller):
+        arrival = wire.start_all_to_all(pieces_R, axis.group, axis.rank)
+
+    def arrive() -> Tensor:
+        with _in("end of exchange", pieces_R, axis, caller):
+            return arrival()
+
+    return arrive
+
+
 def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
     """Exchange runs of rows between all ranks (uneven all-to-all), in rank order; outside autograd.
 
@@ -265,15 +315,17 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | 
         return wire.exchange_rows(rows, counts_RR, axis.group, axis.rank)
 
 
-def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of an axis, outside autograd; it must not be overwritten before it has arrived.
+def start_rotation(value: Tensor, axis: Axis, *, places: int = 1, caller: str | None = None) -> Callable[[], Tensor]:
+    """Send a tensor some places on along an axis, to the next rank by default, outside autograd.
+
+    It must not be overwritten before it has arrived.
 
     Returns:
-        A function to call once, which waits for the tensor of the previous rank and returns it.
+        A function to call once, which waits for the tensor of the rank as many places before and returns it.
     """
     value = value.contiguous()
     with _in("start_rotation", value, axis, caller):
-        arrival = wire.start_rotation(value, _group(axis), axis.rank, axis.size)
+        arrival = wire.start_rotation(value, _group(axis), axis.rank, axis.size, places)
 
     def arrive() -> Tensor:
         with _in("end of rotation", value, axis, caller):

@@ -15,7 +15,7 @@ from workbench.errors import ShardingError, SpecError
 if TYPE_CHECKING:  # the recorder, which uses the rules, runs where pydantic is missing
     from workbench.specs.groups import DataSpec, LayoutSpec, ReproducibleSpec
 
-ROW_MULTIPLES = {"contiguous": 1, "zigzag": 2, "striped": 1, "document_zigzag": 2, "balanced": 1}
+ROW_MULTIPLES = {"contiguous": 1, "zigzag": 2, "striped": 1, "document_zigzag": 2, "whole_documents": 2, "balanced": 1}
 """Token order -> multiple of cp (balanced: of blocks times cp) to which it pads rows."""
 
 
@@ -155,7 +155,8 @@ def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -
     """Return the multiples to which rows and documents are padded; tp is 1 without sequence parallelism.
 
     Formula: row = lcm(order's own, cp tp), the order's own being cp (contiguous, striped), 2 cp (zigzag,
-             document_zigzag) or block_tokens cp (balanced); document = 2 cp for document_zigzag, else 1.
+             document_zigzag, whole_documents) or block_tokens cp (balanced); document = 2 cp for the two by documents,
+             else 1.
 
     Raises:
         ShardingError: unknown order, or a number below 1.
@@ -172,7 +173,7 @@ def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -
             fix="correct the layout",
         )
     own = ROW_MULTIPLES[order] * cp * (block_tokens if order == "balanced" else 1)
-    return Multiples(math.lcm(own, cp * tp), 2 * cp if order == "document_zigzag" else 1)
+    return Multiples(math.lcm(own, cp * tp), 2 * cp if order in ("document_zigzag", "whole_documents") else 1)
 
 
 def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec | None = None) -> Multiples:

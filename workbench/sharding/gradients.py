@@ -27,9 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.sharding.collectives import all_sum, all_sum_, gather_many
 from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.early_sums import EarlySums
 from workbench.sharding.mesh import Mesh, axis_of
 from workbench.sharding.pipeline import share_json, share_tensors, sum_of_ends
 from workbench.sharding.tensor_parallel import ParameterShard, local_part, whole_over_tp
+from workbench.sharding.wire import overlaps
 
 
 @torch.no_grad()
@@ -39,6 +41,7 @@ def sum_gradients(
     mesh: Mesh,
     dtype: torch.dtype | None = None,
     in_rank_order: bool = False,
+    early: EarlySums | None = None,
 ) -> None:
     """Complete every gradient in place: sum over dp x cp (of experts, over edp), and over tp where it is partial.
 
@@ -46,8 +49,11 @@ def sum_gradients(
 
     A parameter without a gradient on this rank (a row without documents) contributes zeros. Call once per optimizer
     step, after all micro-batches. Gradients are bucketed: one collective for many. ``dtype`` is that of the sum; None:
-    that of the gradients. The order of the sum is the backend's, or that of the ranks.
+    that of the gradients. The order of the sum is the backend's, or that of the ranks. ``early`` are sums over dp x cp
+    that backward has started (`early_sums`): the same, bit for bit.
     """
+    if early is not None:
+        early.finish()
     whole: list[Tensor] = []
     experts: list[Tensor] = []
     partial: list[Tensor] = []
@@ -56,7 +62,7 @@ def sum_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = _local(parameter.grad, shards[name])
-        if not shards[name].over_dp_cp:
+        if not shards[name].over_dp_cp and (early is None or parameter not in early):
             (experts if shards[name].over_ep else whole).append(gradient)
         if shards[name].gradient_is_partial:
             partial.append(gradient)
@@ -78,6 +84,24 @@ def sum_gradients(
     sum_of_ends(summed, mesh["pp"])
     for gradient, total in zip(of_ends, summed, strict=True):
         gradient.copy_(total)
+
+
+def early_sums(
+    model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh, dtype: torch.dtype | None = None
+) -> EarlySums | None:
+    """Prepare the sums over dp x cp of `sum_gradients` to start during the last backward; None: they start after it.
+
+    They start early where transfers overlap with compute (NCCL), of parameters that all ranks of dp x cp hold whole. A
+    group that backward uses itself (that of cp, or of ep) would see its collectives in another order on a rank that
+    trains no token, so these sums wait.
+    """
+    axis = mesh["dp_cp"]
+    if axis.group is None or axis.group in (mesh["cp"].group, mesh["ep"].group) or not overlaps(axis.group):
+        return None
+    whole = [
+        parameter for name, parameter in _trained(model) if not shards[name].over_dp_cp and not shards[name].over_ep
+    ]
+    return EarlySums(whole, axis, dtype) if whole else None
 
 
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:

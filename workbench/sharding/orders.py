@@ -8,6 +8,7 @@ Letters: T packed tokens | N documents (the padding at the end of a row counts a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -84,6 +85,39 @@ def document_zigzag(lengths: Sequence[int], cp: int, block_tokens: int) -> list[
     return [torch.cat(chunks) for chunks in zip(*dealt, strict=True)]
 
 
+def whole_documents(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
+    """Documents whole where they fit, so that attention and the loss have little to fetch from other ranks.
+
+    From the longest on: a document of more than half a rank's tokens is dealt as in `document_zigzag`; another goes to
+    the rank with the least attention work of those with room, or with the most room. The documents of all ranks in
+    turn, short ones at the seams, are then cut into equal shares: a seam cuts one document, between neighbours. A rank
+    holds its tokens in the order of the row.
+
+    Source: the choice between whole and cut documents by their length: WLB-LLM, arXiv 2503.17924.
+    """
+    begins, each = [0, *itertools.accumulate(lengths)], sum(lengths) // cp
+    shares: list[list[Tensor]] = [[] for _ in range(cp)]
+    members: list[list[int]] = [[] for _ in range(cp)]
+    room, work = [each] * cp, [0] * cp
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        begin, length = begins[number], lengths[number]
+        if 2 * length > each:
+            for rank, tokens in enumerate(_zigzag(begin, length, cp)):
+                shares[rank].append(tokens)
+                room[rank] -= len(tokens)
+            continue
+        roomy = [rank for rank in range(cp) if room[rank] >= length]
+        rank = min(roomy, key=lambda rank: (work[rank], rank)) if roomy else max(range(cp), key=lambda rank: room[rank])
+        members[rank].append(number)
+        room[rank] -= length
+        work[rank] += length * (length + 1) // 2
+    line = [
+        torch.arange(begins[number], begins[number + 1]) for some in members for number in some[1::2][::-1] + some[::2]
+    ]
+    whole = torch.cat([*line, torch.arange(0)])
+    return [torch.cat([*zigzags, own]).sort().values for zigzags, own in zip(shares, whole.view(cp, -1), strict=True)]
+
+
 def balanced(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
     """Blocks of tokens, sorted by their work and dealt to the ranks in alternating direction.
 
@@ -112,12 +146,13 @@ def block_work(lengths: Sequence[int], block_tokens: int) -> Tensor:
 
 
 ORDERS: dict[str, Callable[[Sequence[int], int, int], list[Tensor]]] = {
-    function.__name__: function for function in (contiguous, zigzag, striped, document_zigzag, balanced)
+    function.__name__: function
+    for function in (contiguous, zigzag, striped, document_zigzag, whole_documents, balanced)
 }
 """Name -> function of document lengths (the whole row for orders that ignore documents), ranks and block tokens that
 returns each rank's [T / cp] positions, in its local order."""
 
-BY_DOCUMENT = ("document_zigzag", "balanced")
+BY_DOCUMENT = ("document_zigzag", "whole_documents", "balanced")
 """Orders that depend on the documents."""
 
 

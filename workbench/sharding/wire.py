@@ -94,6 +94,16 @@ def all_reduce(tensor: Tensor, group: Group, *, largest: bool = False) -> None:
     tensor.copy_((gathered if isinstance(gathered, Gathered) else Gathered(gathered)).reduced(largest=largest))
 
 
+def start_all_reduce(tensor: Tensor, group: Group) -> Callable[[], None]:
+    """Start the sum of `all_reduce`; return a function that waits for it. Simulated ranks meet at the start."""
+    if not isinstance(group, dist.ProcessGroup):
+        all_reduce(tensor, group)
+        return lambda: None
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+    return work.wait
+
+
 def all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
     """Gather the tensors of all ranks, in rank order; all of one shape."""
     if isinstance(group, dist.ProcessGroup):
@@ -113,7 +123,7 @@ def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
 
 def start_all_gather_into(whole: Tensor, own: Tensor, group: Group) -> Callable[[], None]:
     """Start `all_gather_into`; return a function that waits for it. On a GPU other kernels run meanwhile."""
-    if not _overlaps(group):
+    if not overlaps(group):
         all_gather_into(whole, own, group)
         return lambda: None
     return _GATHER_INTO(whole, own, group=group, async_op=True).wait
@@ -121,13 +131,14 @@ def start_all_gather_into(whole: Tensor, own: Tensor, group: Group) -> Callable[
 
 def start_reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> Callable[[], None]:
     """Start `reduce_scatter_into`; return a function that waits for it. On a GPU other kernels run meanwhile."""
-    if not _overlaps(group):
+    if not overlaps(group):
         reduce_scatter_into(own, whole, group)
         return lambda: None
     return _REDUCE_INTO(own, whole, group=group, async_op=True).wait
 
 
-def _overlaps(group: Group) -> bool:
+def overlaps(group: Group) -> bool:
+    """True if a started collective of the group runs while this rank computes."""
     return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
 
 
@@ -136,7 +147,7 @@ def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
 
     ``whole`` may be overwritten.
     """
-    if _overlaps(group):
+    if overlaps(group):
         _REDUCE_INTO(own, whole, group=group)
         return
     all_reduce(whole, group)  # reduce_scatter is absent from some gloo builds
@@ -153,6 +164,22 @@ def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
     return torch.stack([sent_R[rank] for sent_R in group.exchange(pieces_R.clone())])
 
 
+def start_all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Callable[[], Tensor]:
+    """Start `all_to_all`; return a function that waits for its result. On a GPU other kernels run meanwhile."""
+    if not isinstance(group, dist.ProcessGroup) or not overlaps(group):
+        received_R = all_to_all(pieces_R, group, rank)
+        return lambda: received_R
+    received_R = torch.empty_like(pieces_R)
+    work = dist.all_to_all_single(received_R, pieces_R, group=group, async_op=True)
+    assert work is not None, "this rank is in the group"
+
+    def wait() -> Tensor:
+        work.wait()
+        return received_R
+
+    return wait
+
+
 def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> Tensor:
     """Exchange runs of rows between all ranks, in rank order; see `collectives.exchange_rows`."""
     received = counts_RR[:, rank].tolist()
@@ -167,9 +194,9 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
     return torch.cat([sent[begin : begin + count] for sent, begin, count in sources])
 
 
-def start_rotation(tensor: Tensor, group: Group, rank: int, size: int) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the ring; see `collectives.start_rotation`. All have one shape."""
-    after, before = (rank + 1) % size, (rank - 1) % size
+def start_rotation(tensor: Tensor, group: Group, rank: int, size: int, places: int = 1) -> Callable[[], Tensor]:
+    """Send a tensor some places on in the ring; see `collectives.start_rotation`. All have one shape."""
+    after, before = (rank + places) % size, (rank - places) % size
     if not isinstance(group, dist.ProcessGroup):
         gathered = group.exchange(tensor.clone())
         return lambda: gathered[before].clone()

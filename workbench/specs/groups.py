@@ -53,7 +53,7 @@ class LayoutSpec(Group):
     stage_layers: tuple[int, ...] = ()
     """Decoder layers of each pipeline stage, in order; (): equal runs. The last stage has the head as well, whose cost
     is that of several layers where the vocabulary is large."""
-    order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
+    order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "whole_documents", "balanced"] = "contiguous"
     """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
     # a block of torch's flex attention (_DEFAULT_SPARSE_BLOCK_SIZE of torch 2.11)
     block_tokens: int = Field(128, ge=1)

@@ -332,7 +332,7 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
     assert block is not None, "_inexact is about runs in the reproducible mode"
     if spec.precision == "float64":
         yield "precision float64 has more bits than the exact sums keep; take float32 or bfloat16"
-    if layout.cp > 1 and layout.order in ("striped", "document_zigzag"):
+    if layout.cp > 1 and layout.order in ("striped", "document_zigzag", "whole_documents"):
         yield (
             f"order {layout.order!r} moves tokens and not whole blocks of {block}; take contiguous, zigzag or balanced"
         )

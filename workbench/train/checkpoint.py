@@ -156,6 +156,7 @@ def load_checkpoint(
         copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
         entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
+    _place_counts(optimizer)
     for name, bias_E in router_biases(policy).items():
         if name not in state:
             raise RecordError(
@@ -293,6 +294,14 @@ def _shard(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tenso
     local = torch.zeros_like(parameter, dtype=value.dtype)
     copy_local_part(local, value, policy.shards[name], policy.mesh)
     return local
+
+
+def _place_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Move counts of steps to the device where the optimizer is torch's fused kernel, which reads them there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            state = optimizer.state[parameter]
+            state |= {key: value.to(parameter.device) for key, value in state.items() if value.dim() == 0}
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:

@@ -101,10 +101,12 @@ def sum_in_row_order(
     rows: Sequence[LocalRow],
     parts: Sequence[Mapping[str, Scalar]],
     metrics: Sequence[Mapping[str, Value]],
+    early: None,
 ) -> Reduced:
     """Complete the gradients; return their norms, the loss term by term, and the final metrics. float64."""
     exact = _mode(policy)
     assert exact is not None, "the strategy of this mode"
+    assert early is None, "integers are complete after backward"
     exact.reduce()
     mesh, norms = policy.mesh, exact.norms()
     numbers_r = torch.tensor([local.whole.number for local in rows if local.whole], device=mesh.device)
@@ -121,6 +123,7 @@ REPRODUCIBLE = StepStrategy(
     scaled=lambda totals, rows, weights: replace(totals, scale=power_of_two(rows, weights)),
     head=whole_row_head,
     row_loss=loss_after(whole_row_head),
+    early_sums=lambda policy: None,
     reduce=sum_in_row_order,
 )
 

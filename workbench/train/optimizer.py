@@ -27,7 +27,11 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
-    """Build the optimizer of this rank's trained parameter shards; elementwise, so shards need no special case."""
+    """Build the optimizer of this rank's trained parameter shards; elementwise, so shards need no special case.
+
+    On a GPU torch's AdamW is its fused kernel: computed in float32 and rounded once, where the others round after each
+    operation.
+    """
     settings, dtypes = spec.optimizer, spec.dtypes
     own = dtypes.moments != dtypes.weights or dtypes.stochastic_rounding
     kind: Any = torch.optim.SGD if settings.name == "sgd" else torch.optim.AdamW
@@ -36,9 +40,26 @@ def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
         noise = functools.partial(_noise, policy, spec.seed, names) if dtypes.stochastic_rounding else None
         moments = eight_bit_moments() if dtypes.moments == "8bit" else DTYPES[dtypes.moments]
         kind = functools.partial(AdamW, moments=moments, noise=noise)
+    elif settings.name == "adamw" and policy.mesh.device.type == "cuda":
+        kind = functools.partial(FusedAdamW, fused=True)
     trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     # As a group, which may be empty: that of a pipeline stage without adapters.
     return kind([{"params": trained}], lr=settings.learning_rate, weight_decay=settings.weight_decay)
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW whose kernels get this rank's shards as plain tensors.
+
+    DTensors are unwrapped and wrapped one by one by the host, while a GPU that has just told it the gradient's norm has
+    nothing to do: 11 ms for 0.6 B parameters on an H200, of which 1.5 ms are left.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Any]) -> Any:
+        """Collect parameters, gradients and moments of a group into lists, as torch 2.11 to 2.13 name it."""
+        found = super()._init_group(group, *tensors)  # type: ignore[misc]
+        for some in tensors:
+            some[:] = [local_values(value) for value in some]
+        return found
 
 
 Noise = Callable[[Tensor, int, int], Tensor]

@@ -16,6 +16,7 @@ Letters: T packed tokens | t tokens of this rank | S tokens of the source batch 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ from workbench.reduction.weights import StepLayout, StepTotals, compute_advantag
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.support import for_policy
 from workbench.rollouts.targets import shift_targets
+from workbench.sharding import gradients
+from workbench.sharding.early_sums import EarlySums
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_json, share_tensors
@@ -257,6 +260,7 @@ def run_step(
 
     policy.reshard()
     policy.model.zero_grad(set_to_none=True)
+    early = strategy.early_sums(policy)
     with policy.in_compute_dtype():
         if routers is not None:
             routers.count(functools.partial(_pass_forward, policy, rows))
@@ -266,9 +270,10 @@ def run_step(
             routes = None if routers is None else routers.begin(number)
             scaled, measure = row_loss(local, local.hidden_states(policy, routes))
             of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
-            torch.autograd.backward([scaled, *of_routers])
+            with contextlib.nullcontext() if early is None else early.during(last=number + 1 == len(rows)):
+                torch.autograd.backward([scaled, *of_routers])
             measure()
-    norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics)
+    norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics, early)
     numbers, evidence = split_evidence(numbers)
     loads_LE = None if routers is None else routers.loads()
     if routers is not None and loads_LE is not None:
@@ -309,18 +314,33 @@ def plain_head(policy: Policy, hidden_TD: Tensor, local: LocalRow, loss: StepLos
     return local, local.token_logprobs(policy, hidden_TD, loss.outputs)
 
 
+def sums_in_backward(policy: Policy) -> EarlySums | None:
+    """Sums of gradients that start in the last backward of a step; None: all of them start after it.
+
+    A replacement of `sum_gradients` gets gradients that nothing has summed.
+    """
+    complete = policy.stages is None and not policy.accumulates_in_copies
+    if not complete or policy.dtypes.reduction_order == "ranks" or sum_gradients is not gradients.sum_gradients:
+        return None
+    return gradients.early_sums(policy.model, policy.shards, policy.mesh, _reduction_dtype(policy))
+
+
+def _reduction_dtype(policy: Policy) -> torch.dtype | None:
+    return None if policy.dtypes.single else DTYPES[policy.dtypes.reduction]
+
+
 def sum_over_ranks(
     policy: Policy,
     rows: Sequence[LocalRow],
     parts: Sequence[Mapping[str, Scalar]],
     metrics: Sequence[Mapping[str, Value]],
+    early: EarlySums | None,
 ) -> Reduced:
     """Complete the gradients; return their norms, the loss term by term, and the final metrics."""
     mesh = policy.mesh
     # Summed, never averaged: the weights are divided by counts of the whole step already (DECISIONS.md, row 3).
-    dtypes = policy.dtypes
-    dtype = None if dtypes.single else DTYPES[dtypes.reduction]
-    sum_gradients(policy.model, policy.shards, mesh, dtype, dtypes.reduction_order == "ranks")
+    in_rank_order = policy.dtypes.reduction_order == "ranks"
+    sum_gradients(policy.model, policy.shards, mesh, _reduction_dtype(policy), in_rank_order, early)
     if policy.loss_scale != 1.0:
         scale_gradients(policy.model, policy.shards, 1 / policy.loss_scale)
     norms = gradient_norms(policy.model, policy.shards, mesh)
@@ -344,6 +364,7 @@ PLAIN = StepStrategy(
     scaled=lambda totals, rows, weights: totals,
     head=plain_head,
     row_loss=loss_after(plain_head),
+    early_sums=sums_in_backward,
     reduce=sum_over_ranks,
 )
 FUSED = replace(PLAIN, head=fused_head, row_loss=fused_row_loss)

@@ -15,6 +15,7 @@ from workbench.reduction.evaluate import Evaluated
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepTotals, TokenWeights
 from workbench.rollouts.targets import TrainingRow
+from workbench.sharding.early_sums import EarlySums
 from workbench.train.rows import LocalRow, WholeRow
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class StepStrategy:
         head: policy, hidden states, row and loss -> the tokens on which the loss is evaluated and their head outputs;
             of a fused row without gradient.
         row_loss: the same -> these tokens, the loss on them, and the reason for more than three GEMMs of a fused row.
-        reduce: policy, rows, and loss and metrics of each -> those of the step.
+        early_sums: policy -> sums of gradients that start in the last backward; None: none do.
+        reduce: policy, rows, loss and metrics of each, and the early sums -> loss and metrics of the step.
     """
 
     weighed: Callable[[list[TrainingRow]], list[TrainingRow]]
@@ -46,6 +48,7 @@ class StepStrategy:
     scaled: Callable[..., StepTotals]
     head: Head
     row_loss: EvaluateRow
+    early_sums: Callable[[Policy], EarlySums | None]
     reduce: Callable[..., Reduced]
 
 

@@ -27,7 +27,7 @@ def test_contenders_are_interleaved_and_the_broken_one_is_listed(work):
         Contender("elsewhere", "peer", three_gemms, "", "chunk", only=("A",)),
         Contender("broken", "peer", breaks, "", "chunk"),
     )
-    result = head._interleaved(work, contenders, 2, lambda line: None)
+    result = head.interleaved(work, contenders, 2, lambda line: None)
     listed = result["contenders"]
     assert set(listed) == {"three products", "missing", "broken"}
     assert listed["missing"]["left_out"] == "no-such-distribution is not installed"

@@ -19,7 +19,10 @@ printf '%s\n' "${COMPREPLY[@]}"
 CASES = [
     (["rep"], {"report"}),
     (["run", "--layout.or"], {"--layout.order"}),
-    (["run", "--layout.order", ""], {"contiguous", "zigzag", "striped", "document_zigzag", "balanced"}),
+    (
+        ["run", "--layout.order", ""],
+        {"contiguous", "zigzag", "striped", "document_zigzag", "whole_documents", "balanced"},
+    ),
     (["run", "--where", "p"], {"processes"}),
     (["export", "--to", "ml"], {"mlflow"}),
     (["ls", "--"], {"--all", "--help", "--json"}),

@@ -109,11 +109,11 @@ def two_agents(folder, *faults, worker=watched_worker.__name__, device="cpu", **
             "GLOO_SOCKET_IFNAME": "lo",  # the names of the hosts resolve to nothing
             "WB_HANG_S": "2.0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(project_root()),
+            "PYTHONPATH": os.pathsep.join([str(project_root()), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "WORKBENCH_DEVICE": device,
         }
         if device == "cuda":  # to NCCL these are two machines: it connects them by sockets
-            environment |= {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "lo"}
+            environment = {"CUDA_VISIBLE_DEVICES": "0,1"} | environment | {"NCCL_SOCKET_IFNAME": "lo"}
         command = [*host, sys.executable, *agent_arguments(2, 2, [run.path], folder, worker)]
         with (output / "stderr.log").open("w") as errors:
             agents.append(subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True))

@@ -204,6 +204,8 @@ def record_everything(folder):
     collectives.scatter_sum(torch.ones(2, 3), axis)
     collectives.exchange(torch.ones(2, 3), axis)
     collectives.start_rotation(x, axis)()
+    collectives.start_exchange(torch.ones(2, 3), axis)()
+    collectives.start_all_sum_([torch.ones(2), torch.ones(3)], axis)()
     flight.stop()
     return [(entry.name, entry.axis, entry.seq, entry.shape, entry.caller) for entry in flight.read(path).entries]
 
@@ -228,6 +230,10 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
         ("exchange", "cp", 13, "2x3"),
         ("start_rotation", "cp", 14, "4"),
         ("end of rotation", "cp", 15, "4"),
+        ("start_exchange", "cp", 16, "2x3"),
+        ("end of exchange", "cp", 17, "2x3"),
+        ("start_all_sum_", "cp", 18, "5"),
+        ("end of all_sum_", "cp", 19, "5"),
     ]
     assert {entry[4].partition(":")[0] for entry in first} == {"sharding/test_flight.py"}
     lines = {entry[0]: entry[4] for entry in first}

@@ -1,5 +1,7 @@
 """Orders: the rank of each token, against manual values and the reference table of index maps."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -52,6 +54,45 @@ def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
     assert block_work(lengths, block_tokens).tolist() == blocks.sum(1).tolist()
 
 
+def test_documents_stay_whole_on_the_rank_with_the_least_work_that_has_room():
+    # Longest first: 8 to rank 0 and 8 to rank 1, then fours in turn.
+    assert dealt("whole_documents", [4, 8, 4, 8, 4, 4], 2) == [
+        [*range(12), *range(24, 28)],
+        [*range(12, 24), *range(28, 32)],
+    ]
+
+
+def test_documents_of_more_than_half_a_rank_are_in_zigzag_and_what_has_no_room_is_cut():
+    # 16 of 24 tokens in zigzag; 4 to rank 0, and the other 4 to rank 1.
+    assert dealt("whole_documents", [4, 16, 4], 2) == [
+        [*range(4), *range(4, 8), *range(16, 20)],
+        [*range(8, 16), *range(20, 24)],
+    ]
+    # 15 tokens a rank: 7 + 6 each, and the last 6 to the first. The line is 3 0 6, 4 1, 5 2, cut at 15 and 30.
+    assert dealt("whole_documents", [7, 7, 7, 6, 6, 6, 6], 3) == [
+        [*range(7), *range(21, 27), 39, 40],
+        [*range(7, 12), *range(27, 33), *range(41, 45)],
+        [*range(12, 21), *range(33, 39)],
+    ]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_documents_are_a_permutation_in_equal_shares_with_few_documents_cut(cp, seed):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = [2 * cp * int(n) for n in torch.randint(1, 40, (30,), generator=draw)]
+    shares = dealt("whole_documents", lengths, cp)
+    assert sorted(itertools.chain(*shares)) == list(range(sum(lengths)))
+    assert {len(share) for share in shares} == {sum(lengths) // cp}
+    assert all(share == sorted(share) for share in shares)
+    ends = torch.tensor(lengths).cumsum(0)
+    ranks = [{int(torch.searchsorted(ends, token, right=True)) for token in share} for share in shares]
+    holders = [[rank for rank, of in enumerate(ranks) if number in of] for number in range(len(lengths))]
+    cut = [some for some, length in zip(holders, lengths, strict=True) if 2 * length <= sum(lengths) // cp and some[1:]]
+    assert len(cut) < cp
+    assert all(some == [some[0], some[0] + 1] for some in cut), "a seam is between neighbours"
+
+
 @pytest.mark.parametrize(
     ("order", "settings", "rule"),
     [
@@ -59,6 +100,7 @@ def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
         ("striped", {}, Multiples(4)),
         ("zigzag", {}, Multiples(8)),
         ("document_zigzag", {}, Multiples(8, 8)),
+        ("whole_documents", {}, Multiples(8, 8)),
         ("balanced", {}, Multiples(512)),
         ("balanced", {"block_tokens": 6}, Multiples(24)),
         ("contiguous", {"tp": 3}, Multiples(12)),

@@ -29,6 +29,7 @@ def moves(rank, group, size):
         "all": wire.all_gather(local, group, size),
         "swapped": wire.all_to_all(pieces_R, group, rank),
         "rotated": wait(),
+        "rotated back": wire.start_rotation(local, group, rank, size, size - 1)(),
         "rows": wire.exchange_rows(rows, counts_RR, group, rank),
     }
 
@@ -72,6 +73,7 @@ def test_every_move_matches_its_definition(where, tmp_path):
         assert torch.equal(result["swapped"], torch.stack([base + 10 * r + 100 * rank for r in range(size)]))
         assert result["rows"].flatten().tolist() == [[20], [0], [1, 2, 21, 22, 23]][rank]
         assert torch.equal(result["rotated"], base + 10 * ((rank - 1) % size))
+        assert torch.equal(result["rotated back"], base + 10 * ((rank + 1) % size))
 
 
 def some_of_gloo():

@@ -47,6 +47,7 @@ class TestReproducible:
             ({"precision": "float64"}, "precision float64 has more bits"),
             ({"layout": {"cp": 2, "order": "striped"}}, "order 'striped' moves tokens and not whole blocks of 16"),
             ({"layout": {"cp": 2, "order": "document_zigzag"}}, "order 'document_zigzag' moves tokens"),
+            ({"layout": {"cp": 2, "order": "whole_documents"}}, "order 'whole_documents' moves tokens"),
             ({"layout": {"cp": 2, "order": "balanced", "block_tokens": 24}}, "reproducible.block_tokens = 16 does not"),
             ({"layout": {"cp": 2, "attention": "ring"}}, "attention 'ring' sums in the order of its ranks"),
             ({"layout": {"kernel": "plain"}}, "kernel 'plain' is not the attention kernel"),

@@ -63,7 +63,7 @@ class _Gathered(Function):
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
         ctx.block = block = shard.block(window=window)
-        ctx.parts = parts = _parts(key, shard.outer)
+        ctx.parts = parts = parts_of_heads(key.shape[1], key.shape[2]) if shard.outer.size > 1 else 1
         arrivals = _start_gathers(key, value, parts, shard.outer, ctx.caller)
         outs, lses = [], []
         for part, arrive in zip(query.chunk(parts, 1), arrivals, strict=True):
@@ -99,9 +99,9 @@ class _Gathered(Function):
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
 
 
-def _parts(key: Tensor, axis: Axis) -> int:
-    """Parts of the heads, one after another; the same on every rank."""
-    return 2 if axis.size > 1 and key.shape[2] >= PARTS_FROM_TOKENS and key.shape[1] % 2 == 0 else 1
+def parts_of_heads(key_heads: int, tokens: int) -> int:
+    """Parts in which a rank with so many tokens computes its heads, one after another; the same on every rank."""
+    return 2 if tokens >= PARTS_FROM_TOKENS and key_heads % 2 == 0 else 1
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,16 @@
 """Ring attention: keys and values rotate around the ring, each rank's queries attend to them block by block.
 
 At step i, rank r has the keys and values of rank r - i, and sends them on before it computes with them. In backward
-their gradients rotate behind them: after R hops they are back at their owner, summed over all ranks. A fully masked
-block is not computed, but communication is the same on every rank and in every order.
+their gradients rotate behind them, and from the last rank go back to their owner, summed over all ranks. The ring ends
+at the farthest rank that sees anything: where documents are whole or adjacent, after one hop or none. A fully masked
+block is not computed, but communication is the same on every rank.
 
 Letters: R ranks | t tokens of a rank | d head dimension.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +39,8 @@ def attend(
     """This rank's queries against the keys and values of all ranks of the outer axis, one rank's at a time.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
-    Backward: keys and values rotate again, R - 1 hops; their gradients behind them, R hops, in float32 or better.
+    Backward: keys and values rotate again, at most R - 1 hops; their gradients behind them, and back, in float32 or
+              better.
     Source:   Ring Attention, arXiv 2310.01889; the merge, arXiv 2307.08691.
     """
     return _Ring.apply(query, key, value, shard, window, scale, sinks_H)
@@ -93,7 +96,9 @@ class _Ring(Function):
         delta = (d_out.to(wide) * out).sum(-1)
         d_query = torch.zeros_like(query, dtype=wide)
         arrive: Callable[[], Tensor] | None = None
-        for block, block_key, block_value in _rotation(key, value, ctx.shard, ctx.window, ctx.caller):
+        hops = ctx.shard.outer_hops
+        rotation = _rotation(key, value, ctx.shard, ctx.window, ctx.caller)
+        for step, (block, block_key, block_value) in enumerate(rotation):
             d_kv = None
             if not block.is_empty:
                 kernel = choose(ctx.shard.kernel, query, block_key, block)
@@ -106,10 +111,19 @@ class _Ring(Function):
                 accumulated = arrive()
                 d_kv = accumulated if d_kv is None else d_kv.add_(accumulated)
             assert d_kv is not None, "each rank begins with its own keys, and sees them"
-            arrive = start_rotation(d_kv, axis, caller=ctx.caller) if axis.group is not None else lambda own=d_kv: own
+            if hops:
+                places = 1 if step < hops else axis.size - hops  # from the last rank to the owner
+                arrive = start_rotation(d_kv, axis, places=places, caller=ctx.caller)
+            else:
+                arrive = functools.partial(_own, d_kv)
         assert arrive is not None, "a rotation has at least one step"
         d_key, d_value = unpack_key_value(arrive())
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
+
+
+def _own(d_kv: Tensor) -> Tensor:
+    """Gradients that no other rank adds to."""
+    return d_kv
 
 
 def _rotation(
@@ -118,8 +132,8 @@ def _rotation(
     """Keys and values of each rank in turn, this rank's first; the next ones are in flight while these are used."""
     axis = shard.outer
     both = pack_key_value(key, value)
-    for step in range(axis.size):
-        arrive = start_rotation(both, axis, caller=caller) if step + 1 < axis.size else None
+    for step in range(shard.outer_hops + 1):
+        arrive = start_rotation(both, axis, caller=caller) if step < shard.outer_hops else None
         yield shard.block((axis.rank - step) % axis.size, window=window), *unpack_key_value(both)
         if arrive is not None:
             both = arrive()

@@ -185,6 +185,20 @@ class AttentionShard:
             self._orders[device, back] = None if same else (order_s.argsort() if back else order_s).to(device)
         return self._orders[device, back]
 
+    @cached_property
+    def outer_hops(self) -> int:
+        """Places in the ring of outer ranks from the keys of a rank to the farthest rank that sees any of them.
+
+        Of a document every query sees the keys before it; a window may hide some that are counted.
+        """
+        count, ranks = self.outer_positions_Gs.shape[0], torch.arange(self.outer_positions_Gs.shape[0])
+        documents_Gs = self.documents_T[self.outer_positions_Gs]
+        shape, end = (count, int(self.documents_T[-1]) + 1), len(self.documents_T)
+        first_GN = torch.full(shape, end).scatter_reduce_(1, documents_Gs, self.outer_positions_Gs, "amin")
+        last_GN = torch.full(shape, -1).scatter_reduce_(1, documents_Gs, self.outer_positions_Gs, "amax")
+        hops = [hop for hop in range(1, count) if bool((last_GN[ranks] >= first_GN[(ranks - hop) % count]).any())]
+        return max(hops, default=0)
+
     def block(self, source: int | None = None, *, window: int | None = None) -> Block:
         """This rank's queries against the keys of one outer rank, or of all in rank order; cached."""
         if (source, window) not in self._blocks:

@@ -3,12 +3,19 @@
 The heads limit the number of Ulysses ranks, and a ring takes as many steps as it has ranks. Hybrid attention has both:
 with U neighbours on cp = U * G ranks a ring has G steps, and only U must divide the heads.
 
-Letters: R inner ranks | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards | d head dimension.
+With many tokens a rank computes its heads in two parts, as `gathered` does: the tokens of the second part travel while
+the first is computed, and its output travels back during the second. So do gradients: each exchange is two functions of
+autograd, of which the backward of the second starts what that of the first waits for, and autograd takes the functions
+in the reverse order of their calls.
+
+Letters: R inner ranks | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards, or of a part of them |
+d head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +24,9 @@ from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention import gathered, ring
+from workbench.sharding.attention.gathered import parts_of_heads
 from workbench.sharding.attention.shard import AttentionShard
-from workbench.sharding.collectives import exchange
+from workbench.sharding.collectives import exchange, start_exchange
 from workbench.sharding.divisibility import check_dealt_heads
 from workbench.sharding.mesh import Axis
 
@@ -37,8 +45,9 @@ def attend(
     The outer axis has one rank (ulysses), or is a ring (hybrid).
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
-    Backward: the exchange is its own adjoint: two collectives forward, two backward; between them that of the ring.
-              Of the sinks a rank has the gradient of its heads from the tokens of all inner ranks.
+    Backward: the exchange is its own adjoint: two collectives forward and two backward for each part of the heads;
+              between them those of the ring. Of the sinks a rank has the gradient of its heads from the tokens of all
+              inner ranks.
     Raises:   ShardingError: heads that cannot be dealt to the inner ranks.
     Source:   DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv
               2406.18485.
@@ -49,10 +58,29 @@ def attend(
     copies = check_heads(query.shape[1], key.shape[1], shard.inner)
     if copies > 1:
         key, value = repeat_heads(key, copies), repeat_heads(value, copies)
-    # [1, Hq, t, d], [1, Hk, t, d] twice -> [1, Hq / R, s, d], [1, max(Hk / R, 1), s, d] twice, in one collective
-    query, key, value = _Trade.apply(shard, query, key, value)
-    own_H = None if sinks_H is None else sinks_H.chunk(shard.inner.size)[shard.inner.rank]
-    return _TradeBack.apply(shard, outer.attend(query, key, value, shard, window, scale, own_H))
+    ranks, key_heads = shard.inner.size, key.shape[1] // shard.inner.size
+    parts = parts_of_heads(key_heads, key.shape[2])
+    sizes = [query.shape[1] // ranks // parts, key_heads // parts, key_heads // parts]
+    caller = flight.caller()
+    forth, back = ([_Exchange(shard, parts > 1, caller) for _ in range(parts)] for _ in range(2))
+    dealt = zip(*(_dealt(heads, ranks, parts) for heads in (query, key, value)), strict=True)
+    sent = [_Depart.apply(there, torch.cat(part, dim=2)) for there, part in zip(forth, dealt, strict=True)]
+    sinks = [None] * parts if sinks_H is None else sinks_H.chunk(ranks)[shard.inner.rank].chunk(parts)
+    returned = []
+    for there, again, part, sinks_h in zip(forth, back, sent, sinks, strict=True):
+        in_row_order_shd = _Reorder.apply(shard, False, _Arrive.apply(there, part).flatten(0, 1))
+        heads = [one.transpose(0, 1)[None] for one in in_row_order_shd.split(sizes, dim=1)]  # [1, h, s, d]
+        out = outer.attend(*heads, shard, window, scale, sinks_h)
+        by_rank_shd = _Reorder.apply(shard, True, out[0].transpose(0, 1))
+        returned.append(_Depart.apply(again, by_rank_shd.unflatten(0, (ranks, -1))))
+    pieces = [_Arrive.apply(again, part) for again, part in zip(back, returned, strict=True)]
+    out_tRhd = torch.cat([piece.transpose(0, 1) for piece in pieces], dim=2)
+    return out_tRhd.flatten(1, 2).transpose(0, 1)[None]
+
+
+def _dealt(heads: Tensor, ranks: int, parts: int) -> Sequence[Tensor]:
+    """Deal heads to ranks, and those of each rank to its parts. [1, R * parts * h, t, d] -> [R, t, h, d] each."""
+    return [part.transpose(0, 1) for part in heads[0].transpose(0, 1).unflatten(1, (ranks, -1)).chunk(parts, dim=2)]
 
 
 def repeat_heads(heads: Tensor, copies: int) -> Tensor:
@@ -70,44 +98,72 @@ def check_heads(queries: int, keys: int, axis: Axis) -> int:
     return check_dealt_heads(queries, keys, axis.size, axis.name)
 
 
-class _Trade(Function):
+@dataclass
+class _Exchange:
+    """One exchange over the inner axis, forward and then backward: `_Depart` starts it, and `_Arrive` waits.
+
+    Attributes:
+        overlaps: it travels while other parts are computed; without them it is over when it has started.
+        arrive: waits for what was started last.
+    """
+
+    shard: AttentionShard
+    overlaps: bool
+    caller: str | None
+    arrive: Callable[[], Tensor] | None = None
+
+    def depart(self, pieces_R: Tensor) -> Tensor:
+        """Start; return a placeholder of the shape of what arrives, without memory."""
+        assert self.arrive is None, "one exchange at a time"
+        if self.overlaps:
+            self.arrive = start_exchange(pieces_R, self.shard.inner, caller=self.caller)
+        else:
+            received_R = exchange(pieces_R, self.shard.inner, caller=self.caller)
+            self.arrive = lambda: received_R
+        return pieces_R.new_empty(()).expand(pieces_R.shape)
+
+    def wait(self) -> Tensor:
+        """Return what has arrived."""
+        assert self.arrive is not None, "an exchange starts first"
+        arrive, self.arrive = self.arrive, None
+        return arrive()
+
+
+class _Depart(Function):
     @staticmethod
-    def forward(ctx: Any, shard: AttentionShard, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.shard, ctx.caller = shard, flight.caller()
-        return _traded(parts, shard, ctx.caller)
+    def forward(ctx: Any, exchange: _Exchange, pieces_R: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.depart(pieces_R)
 
     @staticmethod
-    def backward(ctx: Any, *d_parts: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_traded_back(d_parts, ctx.shard, ctx.caller)
+    def backward(ctx: Any, placeholder_R: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.wait()
 
 
-class _TradeBack(Function):
+class _Arrive(Function):
     @staticmethod
-    def forward(ctx: Any, shard: AttentionShard, part: Tensor) -> Tensor:
-        ctx.shard, ctx.caller = shard, flight.caller()
-        return _traded_back([part], shard, ctx.caller)[0]
+    def forward(ctx: Any, exchange: _Exchange, placeholder_R: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
 
     @staticmethod
-    def backward(ctx: Any, d_part: Tensor) -> tuple[None, Tensor]:
-        return None, _traded([d_part], ctx.shard, ctx.caller)[0]
+    def backward(ctx: Any, d_pieces_R: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.depart(d_pieces_R)
 
 
-def _traded(parts: Sequence[Tensor], shard: AttentionShard, caller: str | None) -> tuple[Tensor, ...]:
-    """[1, R * h, t, d] -> [1, h, s, d] each, tokens in the order of the row; all parts in one collective."""
-    dealt_Rthd = [part[0].unflatten(0, (shard.inner.size, -1)).transpose(1, 2) for part in parts]
-    rows_shd = exchange(torch.cat(dealt_Rthd, dim=2), shard.inner, caller=caller).flatten(0, 1)
-    order_s = shard.row_order_on(rows_shd.device)
-    rows_shd = rows_shd if order_s is None else rows_shd.index_select(0, order_s)
-    return tuple(part.transpose(0, 1)[None] for part in rows_shd.split([d.shape[2] for d in dealt_Rthd], dim=1))
+class _Reorder(Function):
+    """Tokens of all inner ranks, from the order of ranks to that of the row, or ``back``. Backward: the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: AttentionShard, back: bool, rows_s: Tensor) -> Tensor:
+        ctx.shard, ctx.back = shard, back
+        return _reordered(rows_s, shard, back)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows_s: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _reordered(d_rows_s, ctx.shard, not ctx.back)
 
 
-def _traded_back(parts: Sequence[Tensor], shard: AttentionShard, caller: str | None) -> tuple[Tensor, ...]:
-    """[1, h, s, d] -> [1, R * h, t, d] each, tokens in each rank's own order; all parts in one collective."""
-    rows_shd = torch.cat([part[0].transpose(0, 1) for part in parts], dim=1)
-    order_s = shard.row_order_on(rows_shd.device, back=True)
-    rows_shd = rows_shd if order_s is None else rows_shd.index_select(0, order_s)
-    pieces_Rthd = exchange(rows_shd.unflatten(0, (shard.inner.size, -1)), shard.inner, caller=caller)
-    return tuple(
-        part.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
-        for part in pieces_Rthd.split([part.shape[1] for part in parts], dim=2)
-    )
+def _reordered(rows_s: Tensor, shard: AttentionShard, back: bool) -> Tensor:
+    order_s = shard.row_order_on(rows_s.device, back=back)
+    return rows_s.view_as(rows_s) if order_s is None else rows_s.index_select(0, order_s)

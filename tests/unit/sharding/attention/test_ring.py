@@ -11,6 +11,7 @@ from tests.oracles.attention import normaliser
 from workbench.sharding.attention import kernels, ring
 from workbench.sharding.attention.kernels.plain import PlainKernel
 from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.plan import ShardPlan
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -102,9 +103,9 @@ def test_the_oracle_sees_the_normaliser_of_a_block_in_place_of_the_rows(monkeypa
 def test_the_oracle_sees_gradients_of_keys_that_stop_one_hop_short(monkeypatch):
     sent = threading.local()
 
-    def short(value, axis, caller, plain=ring.start_rotation):
+    def short(value, axis, plain=ring.start_rotation, **how):
         sent.count = getattr(sent, "count", 0) + 1
-        arrive = plain(value, axis, caller=caller)
+        arrive = plain(value, axis, **how)
         return (lambda: (arrive(), value)[1]) if sent.count == 4 else arrive  # keys, keys again, two hops of gradients
 
     monkeypatch.setattr(ring, "start_rotation", short)
@@ -113,7 +114,7 @@ def test_the_oracle_sees_gradients_of_keys_that_stop_one_hop_short(monkeypatch):
         assert_right(by_rank, (4, 2))
 
 
-def test_blocks_in_which_nothing_is_seen_are_not_computed_but_everything_travels(monkeypatch):
+def test_blocks_in_which_nothing_is_seen_are_not_computed_and_keys_travel_as_far_as_they_are_seen(monkeypatch):
     computed, travelled = [], []
 
     class Watched(PlainKernel):
@@ -121,25 +122,59 @@ def test_blocks_in_which_nothing_is_seen_are_not_computed_but_everything_travels
             computed.append(bool(block.allowed_qk.any()))
             return super().forward(query, key, value, block, scale)
 
-    def watched(value, axis, caller, plain=ring.start_rotation):
+    def watched(value, axis, plain=ring.start_rotation, **how):
         travelled.append((axis.rank, value.shape))
-        return plain(value, axis, caller=caller)
+        return plain(value, axis, **how)
 
     monkeypatch.setattr(kernels, "KERNELS", (Watched(),))
     monkeypatch.setattr(ring, "start_rotation", watched)
     assert_right(by_ranks("contiguous", 4, "ring", (4, 2), window=3), (4, 2), 3)
     assert all(computed)
     assert 4 <= len(computed) < 10  # of 16; contiguous and a window: a rank sees itself and perhaps its neighbour
-    assert [sum(rank == r for rank, _ in travelled) for r in range(4)] == [3 + 3 + 4] * 4
+    # Keys one hop in forward and one in backward; their gradients one, and back.
+    assert [sum(rank == r for rank, _ in travelled) for r in range(4)] == [1 + 1 + 2] * 4
     assert len({shape for _, shape in travelled}) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("cp", "inner"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_a_ring_ends_at_the_farthest_rank_that_sees_a_key(order, cp, inner):
+    algorithm, lines = "hybrid" if inner > 1 else "ring", axes(cp, inner)
+    shards = [
+        AttentionShard.make(
+            plan(order, cp), torch.tensor(DOCUMENTS), axis, algorithm=algorithm, inner=cp_inner, outer=cp_outer
+        )
+        for axis, cp_inner, cp_outer in lines
+    ]
+    outer = cp // inner
+    seen = {
+        (shard.outer.rank - source) % outer
+        for shard in shards
+        for source in range(outer)
+        if shard.block(source).allowed_qk.any()
+    }
+    assert {shard.outer_hops for shard in shards} == {max(seen)}
+
+
+def test_documents_that_are_whole_travel_nowhere(monkeypatch):
+    monkeypatch.setattr(ring, "start_rotation", None)
+    lay = ShardPlan.make("whole_documents", num_tokens=32, cp=2, document_lengths=(8, 4, 8, 8, 4))
+    documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lay.document_lengths))
+
+    def rank(number):
+        shard = AttentionShard.make(lay, documents, axes(2)[number][0], algorithm="ring")
+        leaves = [torch.randn(1, 2, 16, 4).double().requires_grad_() for _ in range(3)]
+        ring.attend(*leaves, shard, None, 0.5).sum().backward()
+
+    on_threads(rank, 2)
 
 
 def test_half_precision_gradients_of_keys_travel_in_float32(monkeypatch):
     travelled = []
 
-    def watched(value, axis, caller, plain=ring.start_rotation):
+    def watched(value, axis, plain=ring.start_rotation, **how):
         travelled.append(value.dtype)
-        return plain(value, axis, caller=caller)
+        return plain(value, axis, **how)
 
     monkeypatch.setattr(ring, "start_rotation", watched)
     by_rank = by_ranks("zigzag", 2, "ring", (4, 2), dtype=torch.bfloat16)

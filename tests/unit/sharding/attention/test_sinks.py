@@ -7,7 +7,7 @@ from tests.helpers.attention_case import DOCUMENTS, SCALE, STRETCHES, plan, tens
 from tests.helpers.threads import axes, on_threads
 from tests.oracles.attention import attention
 from workbench.errors import ShardingError
-from workbench.sharding.attention import sharded_attention
+from workbench.sharding.attention import gathered, sharded_attention
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-def by_ranks(order, cp, algorithm, inner, window):
+def by_ranks(order, cp, algorithm, inner, window, heads=HEADS, sinks_H=SINKS):
     """Output, and gradients of query, key, value and sinks, of all ranks."""
     lay, lines = plan(order, cp), axes(cp, inner)
 
@@ -32,8 +32,8 @@ def by_ranks(order, cp, algorithm, inner, window):
         shard = AttentionShard.make(
             lay, torch.tensor(DOCUMENTS), axis, algorithm=algorithm, kernel="plain", inner=cp_inner, outer=cp_outer
         )
-        *leaves, d_out = (x[None, :, lay.positions(number)].requires_grad_() for x in tensors(*HEADS))
-        sinks = SINKS.clone().requires_grad_()
+        *leaves, d_out = (x[None, :, lay.positions(number)].requires_grad_() for x in tensors(*heads))
+        sinks = sinks_H.clone().requires_grad_()
         out, _ = sharded_attention(None, *leaves, None, shard=shard, scaling=SCALE, sliding_window=window, s_aux=sinks)
         return (out.detach().transpose(1, 2), *torch.autograd.grad(out, [*leaves, sinks], d_out.transpose(1, 2)))
 
@@ -53,6 +53,14 @@ def test_output_and_gradients_are_those_of_the_oracle(name):
         ("output", "query", "key", "value", "sinks"), by_ranks(*CASES[name]), expected, strict=True
     ):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12, msg=lambda text, w=what: f"{w}: {text}")
+
+
+@pytest.mark.parametrize("name", ["ulysses", "hybrid"])
+def test_each_part_of_the_heads_has_its_sinks(name, monkeypatch):
+    more = {"heads": (8, 4), "sinks_H": torch.cat([SINKS, -2 * SINKS])}
+    whole = by_ranks(*CASES[name], **more)
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
+    assert all(map(torch.equal, by_ranks(*CASES[name], **more), whole))
 
 
 def test_sinks_of_other_heads_and_a_mode_without_them_are_refused():

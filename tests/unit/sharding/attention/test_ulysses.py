@@ -1,11 +1,18 @@
 """Attention over traded heads, gathered or in rings, against the oracle; key heads that are fewer than ranks."""
 
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.attention_case import ORDERS, assert_right, by_ranks
+from tests.helpers.attention_case import DOCUMENTS, ORDERS, SCALE, assert_right, by_ranks, plan, tensors
+from tests.helpers.threads import axes, on_threads
 from workbench.errors import ShardingError
-from workbench.sharding.attention import ring, ulysses
+from workbench.sharding.attention import gathered, ring, ulysses
+from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.mesh import Axis
 
 
@@ -20,6 +27,87 @@ def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
 
 def test_heads_of_three_ranks():
     assert_right(by_ranks("striped", 3, "ulysses", (6, 3)), (6, 3))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "cp", "inner", "heads", "window"),
+    [
+        ("ulysses", 2, 2, (4, 4), 3),
+        ("ulysses", 2, 2, (8, 4), None),
+        ("ulysses", 4, 4, (8, 2), None),  # one key head a rank, after it was repeated: no parts
+        ("hybrid", 4, 2, (8, 4), 7),
+    ],
+)
+@pytest.mark.parametrize("order", ["document_zigzag", "striped"])
+def test_heads_in_two_parts_are_the_oracles(algorithm, cp, inner, heads, window, order, monkeypatch):
+    whole = by_ranks(order, cp, algorithm, heads, inner=inner, window=window)
+    started, plain = [], ulysses.start_exchange
+    monkeypatch.setattr(ulysses, "start_exchange", lambda *given, **how: started.append(1) or plain(*given, **how))
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
+    in_parts = by_ranks(order, cp, algorithm, heads, inner=inner, window=window)
+    assert_right(in_parts, heads, window)
+    assert all(torch.equal(one, other) for one, other in zip(whole, in_parts, strict=True))
+    assert len(started) == (0 if heads == (8, 2) else 8 * cp)
+
+
+def _one_layer(number, line, checkpointed, begin_backward):
+    lay, leaves = plan("document_zigzag", 2), tensors(8, 4)
+    shard = AttentionShard.make(lay, torch.tensor(DOCUMENTS), line[0], algorithm="ulysses", kernel="plain")
+    *leaves, d_out = (x[None, :, lay.positions(number)].requires_grad_() for x in leaves)
+
+    def attend(*heads):
+        return ulysses.attend(*heads, shard, None, SCALE).tanh()  # which saves its output, as what follows in a layer
+
+    out = checkpoint(attend, *leaves, use_reentrant=False) if checkpointed else attend(*leaves)
+    begin_backward()
+    return torch.autograd.grad(out, leaves, d_out)
+
+
+def test_a_part_travels_while_another_is_computed(monkeypatch):
+    """In backward too, in the order of autograd, and in one order on every rank."""
+    events = defaultdict(list)
+
+    def note(event):
+        events[threading.get_ident()].append(event)
+
+    def start(pieces_R, axis, caller, plain=ulysses.start_exchange):
+        number = sum(event.startswith("start") for event in events[threading.get_ident()])
+        note(f"start {number}")
+        arrive = plain(pieces_R, axis, caller=caller)
+        return lambda: note(f"wait {number}") or arrive()
+
+    def watched(*given, plain=gathered.choose):
+        kernel = plain(*given)
+        return SimpleNamespace(
+            forward=lambda *of: note("attend") or kernel.forward(*of),
+            backward=lambda *of: note("attend") or kernel.backward(*of),
+        )
+
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
+    monkeypatch.setattr(ulysses, "start_exchange", start)
+    monkeypatch.setattr(gathered, "choose", watched)
+    lines = axes(2, 2)
+    on_threads(lambda number: _one_layer(number, lines[number], False, lambda: note("backward")), 2)
+    for log in events.values():
+        forward, backward = log[: log.index("backward")], log[log.index("backward") + 1 :]
+        assert " ".join(forward) == (
+            "start 0 start 1 wait 0 attend start 2 wait 1 attend start 3 wait 2 wait 3"
+        )  # 0 and 1 of the parts' heads, 2 and 3 of their output
+        assert " ".join(backward) == (
+            "start 4 start 5 wait 4 attend start 6 wait 5 attend start 7 wait 6 wait 7"
+        )  # of the second part's gradients first
+    assert len(events) == 2
+
+
+def test_parts_in_a_recomputed_layer(monkeypatch):
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
+    lines = axes(2, 2)
+    kept, recomputed = (
+        on_threads(lambda number, way=way: _one_layer(number, lines[number], way, lambda: None), 2)
+        for way in (False, True)
+    )
+    for one, other in zip(kept, recomputed, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def test_the_oracle_detects_unsummed_gradients_of_repeated_key_heads(monkeypatch):
@@ -39,10 +127,10 @@ def test_the_oracle_detects_unsummed_gradients_of_repeated_key_heads(monkeypatch
 
 
 def test_the_oracle_sees_tokens_that_are_not_put_back(monkeypatch):
-    def backwards(parts, shard, caller, plain=ulysses._traded_back):
-        return plain([part.flip(2) for part in parts], shard, caller)
+    def backwards(rows_s, shard, back, plain=ulysses._reordered):
+        return plain(rows_s.flip(0) if back else rows_s, shard, back)
 
-    monkeypatch.setattr(ulysses, "_traded_back", backwards)
+    monkeypatch.setattr(ulysses, "_reordered", backwards)
     with pytest.raises(AssertionError, match="output: "):
         assert_right(by_ranks("contiguous", 2, "ulysses", (4, 2)), (4, 2))
 
@@ -72,9 +160,9 @@ def test_hybrid_output_and_gradients_are_the_oracles(order, inner, heads, window
 def test_a_ring_spans_the_outer_ranks_only(monkeypatch):
     seen = set()
 
-    def watched(value, axis, caller, plain=ring.start_rotation):
+    def watched(value, axis, plain=ring.start_rotation, **how):
         seen.add((axis.name, axis.size, tuple(axis.ranks)))
-        return plain(value, axis, caller=caller)
+        return plain(value, axis, **how)
 
     monkeypatch.setattr(ring, "start_rotation", watched)
     assert_right(by_ranks("zigzag", 4, "hybrid", (4, 2), inner=2), (4, 2))

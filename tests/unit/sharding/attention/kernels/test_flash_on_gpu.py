@@ -41,6 +41,8 @@ def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
         ("contiguous", True),
         ("zigzag", True),
         ("document_zigzag", True),
+        ("whole_documents", True),
+        ("whole_documents", False),
         ("balanced", True),
         ("contiguous", False),
         ("zigzag", False),
