@@ -52,20 +52,28 @@ CONSTANT = {
 }
 """Verb without an input that grows -> what it does."""
 
+_WHOLE_STEP = "every rank prepares the rows of the whole step, one for each rank"
+FASTER = {"sensitivity, ranks": _WHOLE_STEP, "bisect, ranks": _WHOLE_STEP}
+"""What grows faster than linearly, of `LABELS` -> why."""
+
 SEEN_S = 0.1
 """Seconds from which an exponent is more than the scatter of a few milliseconds."""
 
 
 def constant() -> str:
-    """Return the verbs that are not in the table, and why, and what the smallest size of the others is."""
+    """Return what grows faster than linearly, and the verbs that are not in the table, with reasons."""
     reasons: dict[str, list[str]] = {}
     for verb, reason in CONSTANT.items():
         reasons.setdefault(reason, []).append(f"`{verb}`")
     without_growth = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
+    reasons_to_grow: dict[str, list[str]] = {}
+    for key, reason in FASTER.items():
+        reasons_to_grow.setdefault(reason, []).append(" with more ".join(LABELS[key]))
+    faster = "; ".join(f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons_to_grow.items())
     return (
-        f"No input that grows: {'; '.join(without_growth)}. Not measured: `run` by the number of its ranks, which are "
-        "forked and for which no process of it waits, unlike those of `verify`. The smallest sizes of `verify`, "
-        "`rollouts record` and the verbs on simulated ranks are work, and no start-up alone."
+        f"Faster than linearly: {faster}. No input that grows: {'; '.join(without_growth)}. Not measured: `run` by the "
+        "number of its ranks, which are forked and for which no process of it waits, unlike those of `verify`. The "
+        "smallest sizes of `verify`, `rollouts record` and verbs on simulated ranks are work, and no start-up alone."
     )
 
 

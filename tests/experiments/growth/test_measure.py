@@ -66,7 +66,7 @@ def test_each_estimator_is_measured():
     assert set(measured) == {*ESTIMATORS, "preference pairs"}
 
 
-def test_nothing_that_was_measured_grows_faster_than_linearly():
+def test_what_was_measured_grows_linearly_but_for_what_has_a_reason():
     record = json.loads(RECORD.read_text())
     grown = {**record["verbs"], **record["reading"]["verbs"], **record["computing"]}
     grown["preparation"] = record["preparation of a step"]
@@ -74,7 +74,7 @@ def test_nothing_that_was_measured_grows_faster_than_linearly():
     assert set(record["advantages of a step"]["estimators"]) == {*ESTIMATORS, "preference pairs"}
     for each in grown.values():
         assert each["exponent"] == exponent({int(size): value for size, value in each["cpu_s"].items()})
-    assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()
+    assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set(page.FASTER)
     estimators = record["advantages of a step"]["estimators"].values()
     seen = [each for each in estimators if max(each["cpu_s"].values()) >= page.SEEN_S]
     assert len(seen) >= 8
