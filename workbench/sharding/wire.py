@@ -20,7 +20,7 @@ from torch import Tensor
 class Gathered(list[Tensor]):
     """The tensors of all simulated ranks, in rank order: one object for all of them, and so is each reduction of it.
 
-    Otherwise each of R ranks adds R tensors, and a simulated step grows with the square of its ranks.
+    Otherwise each of R ranks adds R tensors, and a collective grows with the square of its ranks.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
