@@ -113,7 +113,7 @@ def job_folder(run: RunDirectory) -> Path:
 def agent_output(log_dir: Path) -> str:
     """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs.
 
-    What srun says of every task that ended comes last, because it names no cause and a busy node's own words may be heard
+    What srun says of every task that ended comes last: it names no cause, and a busy node's own words may be heard
     after it.
     """
     files = sorted([*log_dir.glob("*/*/trainer/*/stderr.log"), *log_dir.glob("slurm-*.err")])
