@@ -61,6 +61,7 @@ class Story:
         self.told: list[str] = []
         self.kills, self.killing = 0, list[str]()
         self.seen: dict[str, dict[int, int]] = {}
+        self.own: set[tuple[int, float]] = set()
         recording = folder / "data/own"
         recording.mkdir(parents=True)
         (recording / "manifest.json").write_text("{}")
@@ -149,11 +150,21 @@ class Story:
     # ---- processes -----------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the story."""
+        """Every living process of the story.
+
+        One that was seen with the mark stays one of it until it is a zombie: while a process ends, which takes its time
+        on a busy machine, it has no environment any more, and its run is `running`.
+        """
         results = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                identity = process.pid, process.create_time()
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get(MARK) == self.mark:
+                        self.own.add(identity)
+                if identity in self.own:
                     results.append(process)
             except psutil.Error:
                 continue
