@@ -68,6 +68,7 @@ def page() -> str:
     """Return the page as Markdown."""
     sections = (
         head(),
+        drawn_heads(),
         step(),
         precision(),
         online_precisions(),
@@ -75,6 +76,8 @@ def page() -> str:
         layouts(),
         two_gpus(),
         four_gpus(),
+        four_gpus_8b(),
+        four_gpus_131k(),
         four_gpus_mixture(),
         generated_layouts(),
         rounding(),
@@ -145,6 +148,37 @@ def head() -> str:
         + "; ".join(f"{both} ({name})" for name, both in speed.items())
         + " of its speed (`python -m workbench bench head_parallel`).",
         _source("head/head.json", "head/report.html", "python -m workbench bench head", "head/head_parallel.json"),
+    )
+
+
+def drawn_heads() -> str:
+    """Our head against its GEMMs at the four known sizes and at drawn ones."""
+    record = _record("head/drawn.json")
+    passes = {"fused_loss": "forward_backward", "token_logprobs": "forward", "token_logprobs, entropy": "forward"}
+    rows = [
+        [
+            name,
+            f"{work['tokens'] // 1024}k",
+            _spaced(work["dimension"]),
+            _spaced(work["vocabulary"]),
+            *(f"{work[part][contender]:.2f}" for contender, part in passes.items()),
+        ]
+        for name, work in record["workloads"].items()
+    ]
+    held = sum(bar["holds"] for bar in record["bars"].values())
+    return _section(
+        "The head at sizes that nothing was tuned on",
+        f"One {record['device']}, {_versions(record)}, bfloat16, medians of {record['rounds']} rounds, in another run "
+        "than the table above: our passes against cuBLAS's GEMMs, at the four sizes above and at three drawn from the "
+        f"seed {record['seed']}.",
+        _table(
+            ["size", "tokens", "model", "vocabulary", "fused loss, three GEMMs", "forward, one", "with entropy"],
+            rows,
+            right=range(1, 7),
+        ),
+        f"{held} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). A small head, "
+        "as G, is bound by the launches of its chunks of 4,096 tokens.",
+        _source("head/drawn.json", None, "python -m experiments.head.drawn"),
     )
 
 
@@ -368,6 +402,35 @@ def four_gpus() -> str:
         f"as many tokens at a time as one rank has; the others fill rows of 32k tokens in order, of which each cp or "
         f"tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head.",
         pipeline="pp4_by_cost",
+    )
+
+
+def four_gpus_8b() -> str:
+    """Layouts of four GPUs at the shapes of a larger model, on packed rows."""
+    record = _record("gpu_layouts/four_gpus_8b.json")
+    return _fast_layouts(
+        record,
+        "four_gpus_8b",
+        "Shapes of 8 billion parameters on four GPUs",
+        f"Qwen3-8B with {record['plan']['decoder_layers']} of its 36 layers, 4 x 32k tokens, every layer recomputed in "
+        "backward,",
+        "With ulysses tokens are striped over the ranks, with gathered keys and a ring documents are whole; "
+        "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
+    )
+
+
+def four_gpus_131k() -> str:
+    """Context-parallel layouts of four GPUs on one long document."""
+    record = _record("gpu_layouts/four_gpus_131k.json")
+    plan = record["plan"]
+    return _fast_layouts(
+        record,
+        "four_gpus_131k",
+        "One document of 131k tokens on four GPUs",
+        f"Qwen3-8B with {plan['decoder_layers']} of its 36 layers, one document of 131,056 tokens, every layer "
+        "recomputed in backward,",
+        f"Tokens are striped (ulysses), or blocks of {plan['layouts']['cp4_ring']['block_tokens']} dealt to and fro "
+        "(gathered, ring); *zigzag*: a chunk of the first half and one of the second.",
     )
 
 

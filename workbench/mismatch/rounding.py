@@ -7,9 +7,10 @@ included, and no list of modules is needed. The variance of this rounding is twi
 the place x between two neighbours, E[x (1 - x)] = 1/6 against 1/12 of a squared unit, so its standard deviation over
 sqrt(2) is that of an independent rounding to nearest.
 
-A GEMM in float32 adds its products one by one, in runs of `RUN`: their partial sums are rounded as well. The variance
-of that is drawn from the partial sums of `BLOCKS` parts of each run. A GEMM in bfloat16 or float16 adds in float32,
-whose rounding is 2^-16 or 2^-13 of its own.
+A GEMM in float32 adds its products one by one, in runs: their partial sums are rounded as well. The variance of that is
+drawn from the partial sums of `BLOCKS` parts of each run. On a CPU runs are of `RUN` products; a GPU's libraries cut
+sums by the sizes of all three dimensions, so there the error on random numbers tells into how many. A GEMM in bfloat16
+or float16 adds in float32, whose rounding is 2^-16 or 2^-13 of its own.
 
 Source: Parker, Monte Carlo Arithmetic (1997); Connolly, Higham, Mary, Stochastic rounding and its probabilistic
         backward error analysis, SIAM J. Sci. Comput. 43 (2021), for the mean and variance.
@@ -19,6 +20,7 @@ Letters: N rows | K inner dimension | M columns | B batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -33,13 +35,12 @@ from workbench.errors import SpecError
 
 NEAREST = math.sqrt(2.0)
 """Standard deviation of stochastic rounding over that of rounding to nearest."""
-RUN = {"cpu": 192, "cuda": 4096}
-"""Products that a float32 GEMM adds before it adds the sum to those of other runs, by the type of the device.
+RUN = 192
+"""Products that a float32 GEMM of a CPU adds before it adds the sum to those of other runs.
 
-CPU: as measured for inner dimensions of 16 to 1536 of torch 2.13 with MKL on x86-64, whose error is that of one sum up
-to 192, and grows no further. GPU: as measured for 64 to 3072 of torch 2.11 with CUDA 13.0 on an H200, whose error is
-that of one sum where the output has 2,048 rows of 1,024 columns (drawn over real 1.06), and of shorter runs at 8,192.
-Outputs of fewer rows are split along the inner dimension too: of 512 rows up to 2.1 times the real error is drawn."""
+As measured for inner dimensions of 16 to 1536 of torch 2.13 with MKL on x86-64, whose error is that of one sum up to
+192, and grows no further."""
+MOST_RUNS = 64
 BLOCKS = 8
 """Parts of a run at which the size of its sum is taken."""
 MANTISSA = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
@@ -81,7 +82,9 @@ class RandomRounding(TorchDispatchMode):
         rounded = [self._rounded(w, p) for w, p in zip(wides, outputs, strict=True)]
         if name in GEMMS and outputs[0].dtype == torch.float32:
             left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-            rounded[0] = self.round(wides[0] + self.partial_sums(left.double(), right.double()), torch.float32)
+            runs = -(-left.shape[-1] // RUN) if left.device.type == "cpu" else measured_runs(left.shape, right.shape)
+            error = self.partial_sums(left.double(), right.double(), runs)
+            rounded[0] = self.round(wides[0] + error, torch.float32)
         return type(plain)(rounded) if isinstance(plain, tuple | list) else rounded[0]
 
     def round(self, wide: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,23 +110,15 @@ class RandomRounding(TorchDispatchMode):
             return plain
         return stochastic(wide, plain.dtype, self.generator)
 
-    def partial_sums(self, left: Tensor, right: Tensor) -> Tensor:
-        """A draw of the error of adding float32 products one by one. Shapes: [.., N, K], [.., K, M] -> [.., N, M]."""
-        inner = left.shape[-1]
-        total = left[..., :0] @ right[..., :0, :]
-        variance = torch.zeros_like(total)
-        runs = -(-inner // RUN.get(total.device.type, RUN["cpu"]))
-        for first, last in _even(0, inner, runs):
-            own = torch.zeros_like(total)
-            for start, end in _even(first, last, BLOCKS):
-                own = own + left[..., start:end] @ right[..., start:end, :]
-                variance = variance + (end - start) * unit(own, torch.float32).square() / 6
-            total = total + own
-            variance = variance + (unit(total, torch.float32).square() / 6 if runs > 1 else 0)
-        return (
-            torch.randn(total.shape, generator=self.generator, device=total.device, dtype=torch.float64)
-            * variance.sqrt()
-        )
+    def partial_sums(self, left: Tensor, right: Tensor, runs: int = 0) -> Tensor:
+        """A draw of the error of adding float32 products one by one, in so many runs; 0: in those of `RUN` on a CPU.
+
+        Shapes: [.., N, K], [.., K, M] -> [.., N, M].
+        """
+        on_cpu = left.device.type == "cpu"
+        variance = variance_of_sums(left, right, runs or (-(-left.shape[-1] // RUN) if on_cpu else 1))
+        draw = torch.randn(variance.shape, generator=self.generator, device=left.device, dtype=torch.float64)
+        return draw * variance.sqrt()
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention as flash kernels compute it: scores and sums in float32, weights rounded before the second GEMM."""
@@ -150,6 +145,44 @@ class RandomRounding(TorchDispatchMode):
         mixed = self.round(kept @ value + self.partial_sums(kept, value), wide).double()
         output = self.round(mixed / total, dtype)
         return (output, *plain[1:]) if isinstance(plain, tuple | list) else output
+
+
+def variance_of_sums(left: Tensor, right: Tensor, runs: int) -> Tensor:
+    """Variance of stochastic rounding in sums of float64 products that are added one by one in float32, in runs.
+
+    Shapes: [.., N, K], [.., K, M] -> [.., N, M].
+    """
+    total = left[..., :0] @ right[..., :0, :]
+    variance = torch.zeros_like(total)
+    for first, last in _even(0, left.shape[-1], runs):
+        own = torch.zeros_like(total)
+        for start, end in _even(first, last, BLOCKS):
+            own = own + left[..., start:end] @ right[..., start:end, :]
+            variance = variance + (end - start) * unit(own, torch.float32).square() / 6
+        total = total + own
+        variance = variance + (unit(total, torch.float32).square() / 6 if runs > 1 else 0)
+    return variance
+
+
+@functools.cache
+def measured_runs(left: torch.Size, right: torch.Size, device: str = "cuda") -> int:
+    """Runs whose error is nearest to that of this device's float32 GEMM on normal random numbers, once per shapes.
+
+    A power of two up to `MOST_RUNS`.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    transposed = torch.Size((*right[:-2], right[-1], right[-2]))  # as weights are: kernels depend on it
+    one, other = (torch.randn(shape, generator=generator, device=device) for shape in (left, transposed))
+    other = other.mT
+    exact = one.double() @ other.double()
+    real = float(((one @ other).double() - exact).square().mean())
+    last = unit(exact, torch.float32).square() / 12  # the rounding of the sum itself, to nearest
+
+    def apart(runs: int) -> float:
+        expected = float((variance_of_sums(one.double(), other.double(), runs) / 2 + last).mean())
+        return abs(math.log(expected / real)) if real else float(runs)
+
+    return min((2**power for power in range(MOST_RUNS.bit_length())), key=apart)
 
 
 def by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -133,9 +133,7 @@ def make_mesh(
             name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
             for name, size in sizes.items()
         }
-        # On a GPU sums over dp x cp travel during backward, whose own collectives over cp come in an order of theirs.
-        apart = cp > 1 and (dp > 1 or device.type == "cuda")
-        if not apart:
+        if dp == 1 or cp == 1:
             axes["dp_cp"] = replace(axes["cp" if dp == 1 else "dp"], name="dp_cp")
         else:
             group = _group_among(torch.arange(world).view(pp, dp * cp, tp).mT)

@@ -191,7 +191,8 @@ def test_a_slow_rank_is_named_with_its_stack_and_then_ended(tmp_path):
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("worker", [watched_worker.__name__, WORKER], ids=["collectives", "training"])
 def test_two_agents_run_to_the_end_over_nccl(tmp_path, worker):
-    with two_agents(tmp_path, worker=worker, device="cuda", steps=3, timeout_s=120.0) as (run, agents):
+    data = {"path": str(project_root() / "data/arithmetic/rollouts")}
+    with two_agents(tmp_path, worker=worker, device="cuda", steps=3, timeout_s=120.0, data=data) as (run, agents):
         assert [agent.wait(timeout=240) for agent in agents] == [0, 0]
     assert run.ranks_done
     assert len(run.steps()) == 3

@@ -1,10 +1,16 @@
 import pytest
 import torch
 
-from workbench.mismatch import rounding
-from workbench.mismatch.rounding import NEAREST, RandomRounding, by_name, stochastic, unit
-
-RUN = rounding.RUN["cpu"]
+from workbench.mismatch.rounding import (
+    NEAREST,
+    RUN,
+    RandomRounding,
+    by_name,
+    measured_runs,
+    stochastic,
+    unit,
+    variance_of_sums,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -63,6 +69,22 @@ def test_a_run_is_as_long_as_the_librarys():
         real, noise = ((one.double() - exact).square().mean().sqrt() for one in (left @ right.T, drawn))
         error[inner] = float(noise / NEAREST / real)
     assert all(0.5 < ratio < 2.5 for ratio in error.values()), error  # other libraries block otherwise
+
+
+@pytest.mark.parametrize("inner", [64, RUN, 8 * RUN])
+def test_runs_are_found_from_the_error_of_the_library(inner):
+    generator = torch.Generator().manual_seed(3)
+    left, right = torch.randn(96, inner, generator=generator), torch.randn(80, inner, generator=generator).mT
+    exact = left.double() @ right.double()
+    real = float(((left @ right).double() - exact).square().mean().sqrt())
+    runs = measured_runs(left.shape, right.shape, "cpu")
+    last = unit(exact, torch.float32).square() / 12
+    expected = (variance_of_sums(left.double(), right.double(), runs) / 2 + last).mean().sqrt()
+    others = [
+        abs(float((variance_of_sums(left.double(), right.double(), other) / 2 + last).mean().sqrt()) / real - 1)
+        for other in (1, 64)
+    ]
+    assert abs(float(expected) / real - 1) <= min(0.2, *others) + 0.02, "a power of two is at most 2^(1/4) away"
 
 
 def test_operations_in_place_round_as_others_do():

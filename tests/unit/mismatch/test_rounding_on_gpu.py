@@ -24,9 +24,10 @@ def test_attention_is_torchs_up_to_rounding(kernel):
 
 
 @pytest.mark.parametrize("inner", [128, 1024, 3072])
-def test_a_sum_in_float32_has_the_error_of_the_librarys(inner):
-    generator = torch.Generator("cuda").manual_seed(0)
-    left, right = (torch.randn(rows, inner, generator=generator, device="cuda") for rows in (2048, 1024))
+@pytest.mark.parametrize(("rows", "columns"), [(2048, 1024), (2048, 8192), (512, 1024), (96, 3072)])
+def test_a_sum_in_float32_has_the_error_of_the_librarys(inner, rows, columns):
+    generator = torch.Generator("cuda").manual_seed(1)
+    left, right = (torch.randn(size, inner, generator=generator, device="cuda") for size in (rows, columns))
     exact = left.double() @ right.double().T
     with torch.no_grad(), RandomRounding(generator):
         drawn = left @ right.T
