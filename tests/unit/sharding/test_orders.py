@@ -62,7 +62,20 @@ def test_documents_stay_whole_on_the_rank_with_the_least_work_that_has_room():
     ]
 
 
+def test_a_rank_without_room_gets_no_document_however_little_its_work():
+    # 12 tokens a rank. When the ones are dealt, the last rank has 6 3 3, the least work, and no room.
+    assert dealt("whole_documents", [6, 6, 6, 5, 5, 3, 3, 1, 1], 3) == [
+        [*range(6), *range(18, 23), 34],
+        [*range(6, 12), *range(23, 28), 35],
+        [*range(12, 18), *range(28, 34)],
+    ]
+
+
 def test_documents_of_more_than_half_a_rank_are_in_zigzag_and_what_has_no_room_is_cut():
+    assert dealt("whole_documents", [16, 8, 8, 16], 2) == [  # 24 tokens a rank
+        [*range(4), *range(12, 16), *range(16, 24), *range(32, 36), *range(44, 48)],
+        [*range(4, 12), *range(24, 32), *range(36, 44)],
+    ]
     # 16 of 24 tokens in zigzag; 4 to rank 0, and the other 4 to rank 1.
     assert dealt("whole_documents", [4, 16, 4], 2) == [
         [*range(4), *range(4, 8), *range(16, 20)],
