@@ -49,7 +49,7 @@ test: .venv/.installed-dev browser
 test-all: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -m "not engines and not slurm" $(PYTEST)
 
-test-slurm: .venv/.installed-dev slurm
+test-slurm: slurm .venv/.installed-dev
 	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST)
 
 chaos: .venv/.installed-dev
@@ -127,18 +127,20 @@ clean:
 	rm -rf .venv
 	"$(PYTHON)" -m venv .venv
 
-# One test drives a real browser. Without root it is skipped, with a line that says so.
+# Tests in a real browser. Without root they are skipped, with a line that says so. Its driver, a node, needs libatomic1,
+# which comes with gcc
 .PHONY: browser
-browser:
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+browser: .venv/.installed-dev
+	@packages=$$($(BIN)/python -c 'from tests.helpers.chromium import missing; print(missing())'); [ -z "$$packages" ] || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update && apt-get install -y --no-install-recommends chromium \
-	      || echo "Chromium could not be installed; the browser test will be skipped."; \
+	    apt-get update && apt-get install -y --no-install-recommends $$packages \
+	      || echo "$$packages could not be installed; the tests in a browser will be skipped."; \
 	  else \
-	    echo "No Chromium here and no root to install it: the browser test will be skipped."; \
+	    echo "No $$packages here and no root to install it: the tests in a browser will be skipped."; \
 	  fi; }
 
 .PHONY: slurm
 slurm:
+	@[ "$$(id -u)" = 0 ] || { echo "make test-slurm starts the daemons of a cluster: run it as root." >&2; exit 1; }
 	@(for program in slurmctld slurmd slurmdbd munged mariadbd; do command -v $$program >/dev/null || exit 1; done) || { \
 	  apt-get update && apt-get install -y --no-install-recommends slurm-wlm slurmdbd munge mariadb-server; }

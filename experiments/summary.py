@@ -961,6 +961,7 @@ def growth() -> str:
         "the largest adds less than a tenth to the start-up.",
         _table(growth_page.HEAD, growth_page.rows(record), right=[3]),
         growth_page.constant(),
+        growth_page.estimators(record),
         growth_page.long_comparison(record),
         _source("growth/growth.json", None, "python -m experiments.growth.measure"),
     )

@@ -1,8 +1,8 @@
 """Growth of cost: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
 python -m experiments.growth.measure            writes growth.json next to it
-python -m experiments.growth.measure report     measures that part alone: verbs, reading, long, preparation, report or
-                                                computing, of which it also takes single entries ("run, steps")
+python -m experiments.growth.measure report     measures that part alone: verbs, reading, long, preparation, estimators,
+                                                report or computing, of which it also takes entries ("run, steps")
 
 The run directories are synthetic (four steps, one parameter) and in a temporary folder. A growth exponent is the slope
 of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
@@ -10,6 +10,9 @@ of log(CPU time above that of the smallest size, the start-up) between the two l
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import itertools
 import json
 import math
@@ -24,16 +27,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.growth.inputs import COMMANDS, make_runs
+from experiments.growth.engine import engine
+from experiments.growth.inputs import COMMANDS, COMPARE, make_runs
 from workbench.atomic import to_json, write_whole
 from workbench.compare import comparison
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.records.provenance import project_root, provenance
 
 RUNS = (0, 500, 1000)
-CONFIGURATIONS = (35, 100, 200)
+CONFIGURATIONS = (35, 100, 200, 1000)
 DOCUMENTS = (0, 50_000, 100_000)
 TIMES = 4  # the least counts: what else this machine does only adds
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENOUGH_S = 4.0  # a command is not repeated once it has taken as much in all: the scatter is then some per cent of it
 VERBS = {
     "ls": ("ls",),
@@ -48,18 +53,6 @@ SIZES = (1, 10, 100, 1000)
 
 LONG = (200, 100)
 """Configurations, and steps of each, of the comparison that is saved and read as columns and as one JSON."""
-
-COMPARE = """
-import sys
-from pathlib import Path
-from workbench.compare.align import Subject, compare_runs
-from workbench.records.directory import RunDirectory
-paths = sorted(Path(sys.argv[1], "runs").glob("c*"), key=lambda path: int(path.name.partition("-")[0][1:]))
-runs = [RunDirectory.open(path) for path in paths]
-subjects = [Subject(run.name, run, runs[0].name if run is not runs[0] else None, None) for run in runs]
-verdicts = [c.verdict for c in compare_runs(subjects, experiment="many", question="").configurations]
-assert verdicts == ["reference"] + ["equal"] * (len(runs) - 1), verdicts[:9]
-"""
 
 PREPARE = """
 import sys, torch
@@ -77,19 +70,27 @@ for row in pack(batch, rows=8, multiple_of=4):
 
 
 def cpu_s(command: list[str], folder: Path) -> float:
-    """CPU time of a command, user and system: the least of several runs. FRESH in it is another folder each time."""
+    """CPU time of a command and of all that it starts, user and system: the least of several runs.
+
+    FRESH in it is another folder each time, ENGINE the address of an inference engine.
+    """
     seconds: list[float] = []
-    while len(seconds) < TIMES and sum(seconds) < ENOUGH_S:
-        fresh = str(folder / f"fresh-{len(seconds)}")
-        seconds.append(_cpu_s([word.replace("FRESH", fresh) for word in command], folder))
+    with engine() if "ENGINE" in command else contextlib.nullcontext("") as address:
+        while len(seconds) < TIMES and sum(seconds) < ENOUGH_S:
+            found = {"FRESH": str(folder / f"fresh-{len(seconds)}"), "ENGINE": address}
+            seconds.append(_cpu_s([found.get(word, word) for word in command], folder))
     return min(seconds)
 
 
 def _cpu_s(command: list[str], folder: Path) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a rank that outlives its parent is counted too
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
     assert done.returncode in (0, 1), command  # 1: a verdict other than equal
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
@@ -111,7 +112,7 @@ def exponent(seconds: dict[int, float]) -> float | None:
     """
     first, *_, half, most = sorted(seconds)
     start, small, large = seconds[first], seconds[half] - seconds[first], seconds[most] - seconds[first]
-    if large < 0.1 * start or small <= 0:
+    if large < 0.1 * start or min(small, large) <= 0:
         return None
     return round(math.log(large / small) / math.log((most - first) / (half - first)), 2)
 
@@ -153,6 +154,54 @@ def measure_verbs(runs: tuple[int, ...] = RUNS) -> dict[str, Any]:
 def measure_preparation(documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
     """Measure the preparation of a step."""
     return grown(documents, lambda number: cpu_s([sys.executable, "-c", PREPARE, str(number)], Path.cwd()))
+
+
+def measure_estimators(documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
+    """Measure each estimator of advantages in groups of four, and the signs of preference pairs, in this process."""
+    import torch
+
+    from workbench.losses.document_sums import pair_signs
+    from workbench.rollouts.advantages.inputs import AdvantageInputs
+    from workbench.rollouts.advantages.registry import ESTIMATORS, estimate_advantages
+
+    def inputs(number: int, tokens: int = 3) -> AdvantageInputs:
+        draw = torch.Generator().manual_seed(0)
+        values_N, values_T = (torch.rand(many, generator=draw).double() for many in (number, number * tokens))
+        ids_T = torch.arange(number).repeat_interleave(tokens)
+        return AdvantageInputs(
+            document_ids_T=ids_T,
+            loss_mask_T=torch.ones_like(ids_T, dtype=torch.bool),
+            rewards_N=values_N,
+            group_ids_N=torch.arange(number) // 4,
+            values_T=values_T,
+            components_NK=values_N[:, None].repeat(1, 2),
+            baselines_N=values_N,
+            old_logprobs_T=-values_T,
+            squared_probabilities_T=values_T,
+        )
+
+    def pairs(given: AdvantageInputs) -> None:
+        pair_signs(
+            given.document_ids_T, given.document_ids_T // 2, given.rewards_N[given.document_ids_T], given.loss_mask_T
+        )
+
+    def seconds(call: Callable[[AdvantageInputs], object], number: int) -> float:
+        if number == 0:
+            return 0.0
+        given, before = inputs(number), time.process_time()
+        call(given)
+        return time.process_time() - before
+
+    calls: dict[str, Callable[[AdvantageInputs], object]] = {
+        name: functools.partial(estimate_advantages, name) for name in ESTIMATORS
+    }
+    return {
+        "provenance": provenance(project_root()),
+        "estimators": {
+            name: grown(documents, functools.partial(seconds, call))
+            for name, call in (calls | {"preference pairs": pairs}).items()
+        },
+    }
 
 
 def many_configurations(number: int) -> Comparison:
@@ -210,7 +259,8 @@ def measure_computing(record: dict[str, Any], entries: Sequence[str], save: Call
 
             def seconds(size: int, folders: dict[int, Path] = folders, command: Any = command) -> float:
                 arguments = command(folders[size], size)
-                return cpu_s([sys.executable, "-m", "workbench", *arguments], folders[size])
+                words = arguments if arguments[0] == "-c" else ["-m", "workbench", *arguments]
+                return cpu_s([sys.executable, *words], folders[size])
 
             record[entry] = grown(sizes, seconds) | {"provenance": began}
         save()
@@ -309,7 +359,7 @@ def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str
 
 if __name__ == "__main__":
     file = Path(__file__).with_name("growth.json")
-    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "report", "computing"]
+    parts = sys.argv[1:] or ["verbs", "reading", "long", "preparation", "estimators", "report", "computing"]
     record = json.loads(file.read_text()) if file.exists() else {}
     if "verbs" in parts:
         record |= measure_verbs()
@@ -319,6 +369,8 @@ if __name__ == "__main__":
         record["long comparison"] = measure_long()
     if "preparation" in parts:
         record["preparation of a step"] = measure_preparation()
+    if "estimators" in parts:
+        record["advantages of a step"] = measure_estimators()
     if "report" in parts:
         record["report"] = measure_report()
     computing = record.setdefault("computing", {})

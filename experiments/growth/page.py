@@ -25,6 +25,19 @@ LABELS = {
     "logs, last 50 lines": ("`logs`", "lines"),
     "logs, kB of one line": ("`logs`", "kB of one line, a progress bar"),
     "doctor, runs": ("`doctor`", "runs"),
+    "sensitivity, documents": ("`sensitivity` to one fault", "documents of a step"),
+    "sensitivity, faults": ("`sensitivity`", "faults"),
+    "sensitivity, ranks": ("`sensitivity` to one fault", "simulated ranks"),
+    "verify, steps": ("`verify --gpus 0`", "steps"),
+    "rollouts score, documents": ("`rollouts score`", "documents"),
+    "rollouts record, answers": ("`rollouts record --answers`", "completions of a problem"),
+    "verify, ranks": ("`verify --gpus 0`, more ranks", "processes, over gloo"),
+    "bisect, ranks": ("`bisect`", "simulated ranks"),
+    "ls, ranks": ("`ls`", "ranks of a run"),
+    "status, ranks": ("`status RUN`", "ranks of a run"),
+    "status, ranks of a failed run": ("`status RUN`", "ranks of a failed run"),
+    "logs, ranks": ("`logs`", "ranks of a run"),
+    "compare, ranks": ("comparing runs, as `run` does", "ranks of a run"),
 }
 """Key of the record -> verb, and what it reads many of."""
 
@@ -39,25 +52,42 @@ CONSTANT = {
 }
 """Verb without an input that grows -> what it does."""
 
+_WHOLE_STEP = "every rank prepares the rows of the whole step, one for each rank"
+FASTER = {"sensitivity, ranks": _WHOLE_STEP, "bisect, ranks": _WHOLE_STEP}
+"""What grows faster than linearly, of `LABELS` -> why."""
 
-NOT_MEASURED = {
-    "sensitivity": "trains a step for each bug and configuration",
-    "verify": "trains as `run` does, on ranks and on one",
-    "rollouts score": "sends an engine a request for each document",
-    "rollouts record": "is mostly a warm-up that its sizes do not change",
-}
-"""Verb whose growth is not measured -> what it does."""
+SEEN_S = 0.1
+"""Seconds from which an exponent is more than the scatter of a few milliseconds."""
 
 
 def constant() -> str:
-    """Return the verbs that are not in the table, and why."""
+    """Return what grows faster than linearly, and the verbs that are not in the table, with reasons."""
     reasons: dict[str, list[str]] = {}
     for verb, reason in CONSTANT.items():
         reasons.setdefault(reason, []).append(f"`{verb}`")
     without_growth = [f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons.items()]
-    missing = "; ".join(f"`{verb}` ({reason})" for verb, reason in NOT_MEASURED.items())
+    reasons_to_grow: dict[str, list[str]] = {}
+    for key, reason in FASTER.items():
+        reasons_to_grow.setdefault(reason, []).append(" with more ".join(LABELS[key]))
+    faster = "; ".join(f"{', '.join(verbs)} ({reason})" for reason, verbs in reasons_to_grow.items())
     return (
-        f"No input that grows: {'; '.join(without_growth)}. Not measured: {missing}; any verb by the number of ranks."
+        f"Faster than linearly: {faster}. No input that grows: {'; '.join(without_growth)}. Not measured: `run` by the "
+        "number of its ranks, which are forked and for which no process of it waits, unlike those of `verify`. The "
+        "smallest sizes of `verify`, `rollouts record` and verbs on simulated ranks are work, and no start-up alone."
+    )
+
+
+def estimators(record: Mapping[str, Any]) -> str:
+    """Return what the advantages of a large step cost."""
+    found = record["advantages of a step"]["estimators"]
+    number = max(map(int, next(iter(found.values()))["cpu_s"]))
+    seconds = {name: entry["cpu_s"][str(number)] for name, entry in found.items()}
+    slow = {name: entry["exponent"] for name, entry in found.items() if seconds[name] >= SEEN_S}
+    longest = max(seconds, key=lambda name: seconds[name])
+    return (
+        f"Advantages of a step of {number:,} documents, in groups of four, and the signs of its pairs take at "
+        f"most {seconds[longest]:.1f} s (`{longest}`). The exponents of the {len(slow)} of {len(found)} that take "
+        f"{SEEN_S} s or more are {min(slow.values()):.2f} to {max(slow.values()):.2f}."
     )
 
 

@@ -1,30 +1,20 @@
 """The report page in a real browser: offline, quiet, readable on a desk, on a phone and on paper."""
 
-import shutil
-
 import pytest
 
+from tests.helpers.chromium import chromium
 from tests.helpers.comparisons import layout_parity, several
 from workbench.report.page import write_report
 
 pytestmark = pytest.mark.browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = {"desk": (1280, 900), "phone": (390, 844)}
 
 
 @pytest.fixture(scope="module")
 def browser():
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        )
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ class Story:
         self.kills, self.killing = 0, list[str]()
         self.strangers = set[int]()  # looked at and without the mark; only `start` gives it to who had none
         self.seen: dict[str, dict[int, int]] = {}
+        self.own: set[tuple[int, float]] = set()
         recording = folder / "data/own"
         recording.mkdir(parents=True)
         (recording / "manifest.json").write_text("{}")
@@ -151,17 +152,30 @@ class Story:
     # ---- processes -----------------------------------------------------------------------------------
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the story."""
+        """Every living process of the story.
+
+        One that was seen with the mark stays one of it until it is a zombie: while a process ends, which takes its time
+        on a busy machine, it has no environment any more, and its run is `running`.
+        """
         mark, results = f"{MARK}={self.mark}".encode(), []
         pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (quicker)
         self.strangers &= pids
         for pid in sorted(pids - self.strangers):
-            with contextlib.suppress(OSError, psutil.Error):
-                environment = Path(f"/proc/{pid}/environ").read_bytes()  # of a zombie it is empty
-                if mark in environment.split(b"\0"):
-                    results.append(psutil.Process(pid))
-                elif environment:
+            environment = b""
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{pid}/environ").read_bytes()  # of a process that ends it is empty
+            marked = mark in environment.split(b"\0")
+            if not marked and pid not in {own for own, _ in self.own}:
+                if environment:
                     self.strangers.add(pid)
+                continue
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                identity = pid, process.create_time()
+                if marked:
+                    self.own.add(identity)
+                if identity in self.own and process.status() != psutil.STATUS_ZOMBIE:
+                    results.append(process)
         return results
 
     def start(self, runs: int) -> subprocess.Popen[bytes]:

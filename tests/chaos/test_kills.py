@@ -8,6 +8,10 @@ every run says how it ended or is lost, and no process is left. In the end, one 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from tests.chaos.harness import VICTIMS, Story
@@ -34,3 +38,14 @@ def test_a_few_random_kills_lose_and_leave_nothing(story):
 def test_two_hundred_random_kills_lose_and_leave_nothing(story):
     story.tell(kills=10)
     assert story.kills == 10
+
+
+def test_a_process_that_was_seen_stays_one_of_the_story_when_its_environment_is_gone(tmp_path):
+    """As while it ends: it was missed for that long, and its run was `running` with nobody left."""
+    story = Story(tmp_path, "processes", 0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert story.processes() == []
+        story.own.add((process.pid, psutil.Process(process.pid).create_time()))
+        assert [each.pid for each in story.processes()] == [process.pid]
+        process.kill()
+    assert story.processes() == []

@@ -30,6 +30,8 @@ KILL_WAIT_S = 20
 GRACE_S = 20
 """The same for a job of the partition `low` that is preempted."""
 
+# Daemons listen on all addresses: told not to (NoInAddrAny), they listen on the address of the machine's own name,
+# which is 127.0.1.1 on an installed Debian and none in a bare one, while the others answer to 127.0.0.1.
 _CONF = """\
 ClusterName=workbench
 SlurmctldHost={host}(127.0.0.1)
@@ -39,7 +41,6 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={home}/munge.socket
 CredType=cred/munge
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={home}/state
 SlurmctldPidFile={home}/slurmctld.pid
 SlurmctldLogFile={home}/slurmctld.log
@@ -69,6 +70,10 @@ PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=10 MaxTime=INFINI
 PartitionName=low Nodes=ALL State=UP PriorityTier=1 GraceTime={grace_s} MaxTime=INFINITE DefMemPerCPU=1
 PartitionName=one Nodes=node1 State=UP PriorityTier=10 MaxTime=INFINITE DefMemPerCPU=1
 """
+
+_CGROUP = "CgroupPlugin=cgroup/v1\n"
+"""Detection, the default, ends a slurmd where no cgroup is mounted. Nothing here uses cgroups; the plugin of version 1
+then touches none."""
 
 _DBD = """\
 DbdHost=localhost
@@ -157,6 +162,7 @@ class Cluster:
         }
         for folder in ("state", *(f"spool-{node}" for node in NODES)):
             (self.home / folder).mkdir()
+        (self.home / "cgroup.conf").write_text(_CGROUP)
         (self.home / "slurm.conf").write_text(_CONF.format(**values))
         self._start_munge()
         if self.accounting:
@@ -213,8 +219,8 @@ class Cluster:
 
     def _start_database(self, conf: str) -> None:
         data = self.home / "mariadb"
-        subprocess.run(
-            ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root", "--skip-test-db"],
+        subprocess.run(  # by force: without it, a name of this machine that is not resolved is an error
+            ["mariadb-install-db", "--no-defaults", "--force", f"--datadir={data}", "--user=root", "--skip-test-db"],
             check=True,
             capture_output=True,
             timeout=120,

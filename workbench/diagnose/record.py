@@ -376,7 +376,7 @@ def placed(
     chosen = compute_advantages(batch.select(documents), spec)
     rows = pack_step(chosen, spec)
     real = sum(int((row.document_ids_T != PADDING).sum()) for row in rows)
-    masked = sum(not bool(chosen.loss_mask_T[chosen.document_ids_T == one].any()) for one in range(len(documents)))
+    masked = len(documents) - len(chosen.document_ids_T[chosen.loss_mask_T].unique())
     counts = {
         "documents": len(documents) - masked,
         "masked_documents": masked,

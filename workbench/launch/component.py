@@ -111,13 +111,19 @@ def job_folder(run: RunDirectory) -> Path:
 
 
 def agent_output(log_dir: Path) -> str:
-    """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs."""
+    """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs.
+
+    What srun says of every task that ended comes last: it names no cause, and a busy node's own words may be heard
+    after it.
+    """
     files = sorted([*log_dir.glob("*/*/trainer/*/stderr.log"), *log_dir.glob("slurm-*.err")])
     slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
-    return "\n".join([*map(_text, files), *filter(_SLURM_ERROR.match, slurm)])
+    lines = [*(line for file in files for line in _text(file).splitlines()), *filter(_SLURM_ERROR.match, slurm)]
+    return "\n".join(sorted(lines, key=lambda line: bool(_SRUN_ENDS.match(line))))
 
 
 _SLURM_ERROR = re.compile(r"(srun|slurmstepd\S*): (error|fatal)")  # others are the lines of the script that it runs
+_SRUN_ENDS = re.compile(r"srun: (error: \S+: tasks? [\d,-]+: |launch/slurm: )")
 
 
 def _text(file: Path) -> str:

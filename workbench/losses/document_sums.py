@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
+from workbench.rollouts.places import places_of_each
 from workbench.rollouts.targets import TrainingRow
 from workbench.shapes import check_shapes
 
@@ -249,9 +250,12 @@ def pair_signs(
             fix="give the batch both",
         )
     signs_T = torch.zeros_like(rewards_T)
-    for group in group_ids_T[loss_mask_T].unique().tolist():
-        members = document_ids_T[loss_mask_T & (group_ids_T == group)].unique().tolist()
-        rewards = [float(rewards_T[loss_mask_T & (document_ids_T == member)][0]) for member in members]
+    trained = loss_mask_T.nonzero()[:, 0]
+    of_documents = places_of_each(document_ids_T)
+    for group, at in places_of_each(group_ids_T[trained]).items():
+        of_group = trained[at]
+        first_of = {member: of_group[places[0]] for member, places in places_of_each(document_ids_T[of_group]).items()}
+        members, rewards = [*first_of], [float(rewards_T[first]) for first in first_of.values()]
         if len(members) != 2 or rewards[0] == rewards[1]:
             raise SpecError(
                 f"a preference pair from group {group}",
@@ -260,7 +264,7 @@ def pair_signs(
                 fix="keep two completions per prompt, put both into one row, and drop ties",
             )
         for member, reward in zip(members, rewards, strict=True):
-            signs_T[document_ids_T == member] = 1.0 if reward == max(rewards) else -1.0
+            signs_T[of_documents[member]] = 1.0 if reward == max(rewards) else -1.0
     return signs_T
 
 

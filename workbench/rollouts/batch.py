@@ -20,6 +20,7 @@ from torch import Tensor
 from workbench.errors import ShapeError, check_kind
 from workbench.rollouts import manifest
 from workbench.rollouts.columns import broken_shapes, columns_of_documents, columns_of_padded
+from workbench.rollouts.places import places_of_each
 from workbench.rollouts.sampling import Sampling
 
 PADDING = -1
@@ -277,10 +278,8 @@ class RolloutBatch:
             )
         lengths = self.lengths_N
         chosen_N = torch.tensor(chosen, dtype=torch.int64)
-        real = torch.nonzero(self.document_ids_T >= 0).squeeze(1)
-        starts = lengths.cumsum(0) - lengths
-        pieces = [real[int(starts[d]) : int(starts[d] + lengths[d])] for d in chosen]
-        index = torch.cat(pieces) if pieces else real[:0]
+        places = places_of_each(self.document_ids_T)
+        index = torch.cat([places[d] for d in chosen]) if chosen else chosen_N
         changed = {name: value[index] for name, value in self.token_fields().items()}
         changed["document_ids_T"] = torch.repeat_interleave(torch.arange(len(chosen)), lengths[chosen_N])
         changed |= {name: value[chosen_N] for name, value in self.document_fields().items()}

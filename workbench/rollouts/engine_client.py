@@ -22,6 +22,7 @@ import torch
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.engine_responses import Generated, alternative_logprob, completion_logprobs, prompt_logprobs
+from workbench.rollouts.places import places_of_each
 from workbench.rollouts.sampling import Quantity, Sampling, quantity_of
 from workbench.untrusted import parse_json
 
@@ -169,8 +170,7 @@ def score(batch: RolloutBatch, engine: EngineClient, *, mode: str = "raw") -> Ro
     """
     quantity: Quantity = quantity_of(mode)
     scores_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    for document in range(batch.num_documents):
-        places = torch.nonzero(batch.document_ids_T == document)[:, 0]
+    for places in places_of_each(batch.document_ids_T).values():
         if batch.loss_mask_T[places].any():
             logprobs = engine.prompt_logprobs(batch.tokens_T[places].tolist())
             scores_T[places] = torch.tensor(logprobs, dtype=torch.float64)

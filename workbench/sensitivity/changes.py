@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.places import places_of_each
 from workbench.specs.reading import merge, parse_spec
 from workbench.specs.run import RunSpec
 
@@ -119,10 +120,9 @@ def train_one_document(batch: RolloutBatch) -> RolloutBatch:
 
 def _trained(batch: RolloutBatch) -> list[list[int]]:
     """Positions of the trained tokens of each document."""
-    return [
-        torch.nonzero(batch.loss_mask_T & (batch.document_ids_T == number)).squeeze(1).tolist()
-        for number in range(batch.num_documents)
-    ]
+    places = places_of_each(batch.document_ids_T)
+    of_documents = (places[number] for number in range(batch.num_documents))
+    return [at[batch.loss_mask_T[at]].tolist() for at in of_documents]
 
 
 def _moved(batch: RolloutBatch, values_T: Tensor, nats: float) -> Tensor:

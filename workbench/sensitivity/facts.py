@@ -9,6 +9,7 @@ Letters: T packed tokens | N documents | S tokens of the source batch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
@@ -19,6 +20,7 @@ from torch import Tensor
 from workbench.records.directory import RunDirectory
 from workbench.reduction.weights import compute_advantages
 from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.places import places_of_each
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.sharding.divisibility import multiples
 from workbench.specs.run import RunSpec
@@ -204,7 +206,8 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
     rewarded, batch = batch, compute_advantages(batch, spec)
     packed = pack_step(batch, spec)
     numbers = range(batch.num_documents)
-    masks = [batch.loss_mask_T[batch.document_ids_T == number] for number in numbers]
+    places = places_of_each(batch.document_ids_T)
+    masks = [batch.loss_mask_T[places[number]] for number in numbers]
     lengths = [int(mask.sum()) for mask in masks]
     cut = batch.extensions.get("truncated")
     truncated = [False] * len(masks) if cut is None else _by_document(batch, cut.values)
@@ -216,6 +219,8 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         log_weight_T = batch.old_logprobs_T.double() - batch.sampler_logprobs_T.double()
         weights = log_weight_T[batch.loss_mask_T].exp().tolist()
     order = [_documents_of(batch, row) for row in packed]
+    rows_of = Counter(group for row in order for group in {groups[number] for number in row} if groups)
+    trained_in = Counter(group for group, length in zip(groups, lengths, strict=False) if length)
     flat = [number for row in order for number in row]
     unit = multiples(spec.layout).document
     return StepFacts(
@@ -228,21 +233,17 @@ def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
         prompt_documents=tuple(_sums(groups, [int(length > 0) for length in lengths])),
         groups_in_place=_in_place(groups),
         untrained_with_others=sum(
-            length == 0 and any(lengths[other] for other in numbers if groups[other] == groups[number])
-            for number, length in enumerate(lengths)
-            if groups
+            length == 0 and trained_in[group] > 0 for group, length in zip(groups, lengths, strict=False)
         ),
         varied_advantages=bool(len(advantages)) and float(advantages.max() - advantages.min()) > SAME,
         any_advantage=bool((advantages.abs() > SAME).any()),
-        misdealt_advantages=_misdealt(flat, masks, [batch.advantages_T[batch.document_ids_T == n] for n in numbers]),
+        misdealt_advantages=_misdealt(flat, masks, [batch.advantages_T[places[number]] for number in numbers]),
         regrouped_advantages=_regrouped(rewarded, batch, spec),
         own_baselines=any(_differs(compute_advantages(row, spec), row) for row in packed),
         scaled_advantages=_change_if_doubled(rewarded, batch, spec),
         padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
         in_order=flat == sorted(flat),
-        split_groups=sum(
-            len({at for at, row in enumerate(order) for n in row if groups[n] == g}) > 1 for g in {*groups}
-        ),
+        split_groups=sum(rows > 1 for rows in rows_of.values()),
         rollouts_of_several=0 if rollouts is None else len(rollouts.values) - len(rollouts.values.unique()),
         has_sampler=batch.sampler_logprobs_T is not None,
         has_reference=batch.ref_logprobs_T is not None,
@@ -286,14 +287,16 @@ def _by_document(batch: RolloutBatch, values: Tensor) -> list[bool]:
     """A flag of each document, from a field of tokens or of documents."""
     if len(values) == batch.num_documents:
         return [bool(value) for value in values]
-    return [bool(values[batch.document_ids_T == number].any()) for number in range(batch.num_documents)]
+    places = places_of_each(batch.document_ids_T)
+    return [bool(values[places[number]].any()) for number in range(batch.num_documents)]
 
 
 def _documents_of(batch: RolloutBatch, row: RolloutBatch) -> list[int]:
     """Numbers, in the batch, of the documents of a packed row."""
     document_S = torch.full((int(batch.source_T.max()) + 1,), -1)
     document_S[batch.source_T] = batch.document_ids_T
-    firsts = [row.source_T[row.document_ids_T == number][0] for number in range(row.num_documents)]
+    places = places_of_each(row.document_ids_T)
+    firsts = [row.source_T[places[number][0]] for number in range(row.num_documents)]
     return [int(document_S[first]) for first in firsts]
 
 
@@ -302,30 +305,29 @@ def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
     plan, cp = plan_row(row.document_ids_T, spec.layout), spec.layout.cp
     for rank in range(cp):
         owner_T[plan.positions(rank)] = rank
-    trained = [
-        int(number) for number in range(row.num_documents) if bool(row.loss_mask_T[row.document_ids_T == number].any())
-    ]
-    reached = [_ranks_reached(owner_T, row.document_ids_T == number, targets.loss_mask_T) for number in trained]
+    places = places_of_each(row.document_ids_T)
+    trained = [number for number in range(row.num_documents) if bool(row.loss_mask_T[places[number]].any())]
+    reached = [_ranks_reached(owner_T[places[n]], targets.loss_mask_T[places[n]]) for n in trained]
     split = sum(len(ranks) > 1 for ranks in reached)
     tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
-    torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
+    torn = sum(_is_torn(owner_T[places[number]].tolist()) for number in trained)
     padding = int((row.document_ids_T == PADDING).sum())
     shards = [targets.advantages_T[targets.loss_mask_T & (owner_T == rank)] for rank in range(cp)]
     varied = sum(bool(len(shard)) and float(shard.max() - shard.min()) > SAME for shard in shards)
     later = sum(number > 0 for number in trained)
-    spread = sum(len(owner_T[row.document_ids_T == number].unique()) > 1 for number in trained)
+    spread = sum(len(owner_T[places[number]].unique()) > 1 for number in trained)
     ranks = frozenset[int]().union(*reached)
     inner = [number for number in trained if number < row.num_documents - 1]
-    followed = sum(bool(row.loss_mask_T[row.document_ids_T == number][-1]) for number in inner)
+    followed = sum(bool(row.loss_mask_T[places[number][-1]]) for number in inner)
     counts = row.num_documents, len(trained), sum(tokens), tokens, split, torn
     return RowFacts(*counts, later, varied, ranks, spread, padding, followed)
 
 
-def _ranks_reached(owner_T: Tensor, document_T: Tensor, mask_T: Tensor) -> frozenset[int]:
-    """Ranks with tokens of a document up to its last trained one; ``mask_T`` is that of the next token."""
-    trained = torch.nonzero(mask_T & document_T).squeeze(1)
+def _ranks_reached(owner_T: Tensor, mask_T: Tensor) -> frozenset[int]:
+    """Ranks with tokens of one document [T] up to its last trained one; ``mask_T`` is that of the next token."""
+    trained = torch.nonzero(mask_T).squeeze(1)
     last = int(trained[-1]) if len(trained) else -1
-    return frozenset(owner_T[: last + 1][document_T[: last + 1]].tolist())
+    return frozenset(owner_T[: last + 1].tolist())
 
 
 def _is_torn(owners: Sequence[int]) -> bool:

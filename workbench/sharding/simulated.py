@@ -40,6 +40,7 @@ from torch import Tensor
 
 from workbench.errors import LaunchError, ShardingError
 from workbench.sharding.mesh import Axis, Mesh, check_ep, check_shard, check_ulysses
+from workbench.sharding.wire import Gathered
 
 Result = TypeVar("Result")
 
@@ -107,7 +108,7 @@ class _Group:
     rank: int
     ranks: tuple[int, ...]
 
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
+    def exchange(self, tensor: Tensor) -> Gathered:
         """Return the tensors of all ranks, in rank order."""
         return self.world.exchange(self, tensor)
 
@@ -139,7 +140,7 @@ class _Rank:
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     waits: tuple[_Group, _Arrival] | None = None
-    received: list[Tensor] = field(default_factory=list)
+    received: Gathered = field(default_factory=lambda: Gathered([]))
     ended: bool = False
 
     def __str__(self) -> str:
@@ -194,7 +195,7 @@ class _World:
         if self.error is not None:
             raise self.error
 
-    def exchange(self, group: _Group, tensor: Tensor) -> list[Tensor]:
+    def exchange(self, group: _Group, tensor: Tensor) -> Gathered:
         """Return the tensors of all ranks of the group, once all have arrived."""
         me = self.ranks[group.ranks[group.rank]]
         if me.ended:
@@ -208,7 +209,7 @@ class _World:
             raise _Ended("another simulated rank failed")
         arrival = _Arrival(*_which(tensor), tensor)
         arrivals = self.open.setdefault((group.axis, group.ranks), {})
-        for number, remote in arrivals.items():
+        for number, remote in itertools.islice(arrivals.items(), 1):  # those that have arrived have one signature
             if remote.signature != arrival.signature:
                 raise LaunchError(
                     "simulated ranks entered different collectives",
@@ -222,7 +223,7 @@ class _World:
             self._wait(me)
             return me.received
         del self.open[group.axis, group.ranks]
-        gathered = [arrivals[rank].tensor for rank in group.ranks]
+        gathered = Gathered(arrivals[rank].tensor for rank in group.ranks)
         for rank in group.ranks:
             other = self.ranks[rank]
             if other is not me:

@@ -9,12 +9,32 @@ Letters: R ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Gathered(list[Tensor]):
+    """The tensors of all simulated ranks, in rank order: one object for all of them, and so is each reduction of it.
+
+    Otherwise each of R ranks adds R tensors, and a collective grows with the square of its ranks.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__(tensors)
+        self._reduced: dict[bool, Tensor] = {}
+
+    def reduced(self, *, largest: bool) -> Tensor:
+        """Sum (or maximum) in rank order, in the precision of the tensors. It must not be overwritten."""
+        if largest not in self._reduced:
+            total = self[0].clone()
+            for other in self[1:]:
+                total = torch.maximum(total, other) if largest else total + other
+            self._reduced[largest] = total
+        return self._reduced[largest]
 
 
 @runtime_checkable
@@ -24,7 +44,10 @@ class SimulatedGroup(Protocol):
     rank: int
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in rank order, once all have called. They must not be overwritten."""
+        """Return the tensors of all ranks, in rank order, once all have called. They must not be overwritten.
+
+        One `Gathered` for all ranks where reductions shall be computed once.
+        """
         ...
 
 
@@ -68,10 +91,7 @@ def all_reduce(tensor: Tensor, group: Group, *, largest: bool = False) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         return
     gathered = group.exchange(tensor.clone())
-    total = gathered[0].clone()
-    for other in gathered[1:]:
-        total = torch.maximum(total, other) if largest else total + other
-    tensor.copy_(total)
+    tensor.copy_((gathered if isinstance(gathered, Gathered) else Gathered(gathered)).reduced(largest=largest))
 
 
 def start_all_reduce(tensor: Tensor, group: Group) -> Callable[[], None]:

@@ -7,12 +7,23 @@ import json
 import pytest
 
 from experiments.growth import page
+from experiments.growth.engine import LOGPROB, engine
 from experiments.growth.inputs import COMMANDS, make_runs
-from experiments.growth.measure import disk, exponent, many_configurations, measure_long, write_dump
+from experiments.growth.measure import (
+    disk,
+    exponent,
+    many_configurations,
+    measure_estimators,
+    measure_long,
+    write_dump,
+)
 from workbench.check import check_step
 from workbench.cli import VERBS
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
+from workbench.rollouts.advantages.registry import ESTIMATORS
+from workbench.rollouts.engine_client import EngineClient
+from workbench.sharding import flight
 
 RECORD = project_root() / "experiments/growth/growth.json"
 
@@ -37,23 +48,44 @@ def test_runs_are_whole(tmp_path):
     assert disk(tmp_path)["files"] == 5, "config, state and its lock, metrics, an exit record"
 
 
-def test_nothing_that_was_measured_grows_faster_than_linearly():
+def test_every_rank_has_a_record_and_the_last_one_failed(tmp_path):
+    make_runs(tmp_path, 1, ranks=3, failed=True)
+    [run] = [RunDirectory.open(path.parent) for path in tmp_path.glob("runs/*/config.json")]
+    assert sorted(run.exits()) == sorted(flight.read_all(run.path / "ranks")) == [0, 1, 2]
+    assert run.failure()["rank"] == 2
+    assert [path.name for path in sorted(run.path.glob("ranks/*.log"))] == [f"rank0000{at}.log" for at in range(3)]
+
+
+def test_the_engine_scores_the_tokens_that_it_is_sent():
+    with engine() as address:
+        assert EngineClient(address, "sglang").prompt_logprobs([5, 6, 7]) == [0.0, LOGPROB, LOGPROB]
+
+
+def test_each_estimator_is_measured():
+    measured = measure_estimators((0, 40, 80))["estimators"]
+    assert set(measured) == {*ESTIMATORS, "preference pairs"}
+
+
+def test_what_was_measured_grows_linearly_but_for_what_has_a_reason():
     record = json.loads(RECORD.read_text())
     grown = {**record["verbs"], **record["reading"]["verbs"], **record["computing"]}
     grown["preparation"] = record["preparation of a step"]
     assert len(grown) == 12 + len(COMMANDS)
+    assert set(record["advantages of a step"]["estimators"]) == {*ESTIMATORS, "preference pairs"}
     for each in grown.values():
         assert each["exponent"] == exponent({int(size): value for size, value in each["cpu_s"].items()})
-    assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()
+    assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set(page.FASTER)
+    estimators = record["advantages of a step"]["estimators"].values()
+    seen = [each for each in estimators if max(each["cpu_s"].values()) >= page.SEEN_S]
+    assert len(seen) >= 8
+    assert max(each["exponent"] for each in seen) <= 1.25
 
 
 def test_every_verb_was_measured_or_has_nothing_that_grows():
     record = json.loads(RECORD.read_text())
     measured = {name.split(",")[0].split()[0] for part in (record["verbs"], record["computing"]) for name in part}
     measured |= {name.split(",")[0] for name in record["reading"]["verbs"]}
-    assert sorted([*measured, *page.CONSTANT, *(verb for verb in page.NOT_MEASURED if " " not in verb)]) == sorted(
-        VERBS
-    )
+    assert sorted([*measured, *page.CONSTANT]) == sorted(VERBS)
     assert set(record["computing"]) == set(COMMANDS)
 
 
@@ -61,7 +93,7 @@ def test_every_verb_was_measured_or_has_nothing_that_grows():
 def test_the_command_of_each_measurement_is_one_of_the_cli(entry, tmp_path):
     sizes, command = COMMANDS[entry]
     verb, *_ = command(tmp_path, sizes[0])
-    assert verb == entry.split(",")[0].split()[0]
+    assert verb in (entry.split(",")[0].split()[0], "-c")
     assert list(sizes) == sorted(set(sizes))
 
 

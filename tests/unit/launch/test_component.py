@@ -96,3 +96,14 @@ def test_the_output_of_agents_has_the_errors_of_slurm_and_not_its_script(tmp_pat
         "slurmstepd: error: execve(): nothing: No such file",
         "srun: error: node1: task 0: Exited with exit code 2",
     ]
+
+
+def test_what_srun_says_of_a_task_that_ended_comes_after_the_cause_that_was_heard_later(tmp_path):
+    """As a Slurm 22.05 on a busy machine wrote it."""
+    ends = [
+        "srun: error: node1: task 0: Exited with exit code 2",
+        "srun: launch/slurm: _step_signal: Terminating StepId=2.0",
+    ]
+    cause = "slurmstepd-node1: error: execve(): /no/such/python: No such file or directory"
+    (tmp_path / "slurm-2.err").write_text("\n".join([*ends, cause]))
+    assert agent_output(tmp_path).splitlines() == [cause, *ends]

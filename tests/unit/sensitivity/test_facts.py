@@ -46,6 +46,7 @@ def test_prompts_and_groups():
     assert (step.prompt_tokens, step.prompt_documents) == ((3, 1), (2, 1))
     assert step.groups_in_place
     assert step.untrained_with_others == 1
+    assert facts(batch([0, 1], [0, 1], [0, 0], [0, 0], groups=[7, 7, 9, 9])).untrained_with_others == 0
     assert not facts(batch([0, 1], [0, 1], [0, 1], [0, 1], groups=[7, 9, 7, 9])).groups_in_place
     assert not facts(batch([0, 1], [0, 1], [0, 1], groups=[7, 7, 9])).groups_in_place
 

@@ -105,3 +105,12 @@ def test_a_group_of_some_ranks(where, tmp_path):
 
 def test_only_a_process_group_has_a_name():
     assert wire.group_name(None) == wire.group_name(Threads(0, [], None)) == ""
+
+
+def test_a_reduction_of_simulated_ranks_is_computed_once_and_in_their_order():
+    """1e16 + 1 - 1e16 is 0 in this order and 1 in another."""
+    gathered = wire.Gathered(torch.tensor([value], dtype=torch.float64) for value in (1e16, 1.0, -1e16))
+    assert gathered.reduced(largest=False).tolist() == [0.0]
+    assert gathered.reduced(largest=True).tolist() == [1e16]
+    assert gathered.reduced(largest=False) is gathered.reduced(largest=False)
+    assert [tensor.item() for tensor in gathered] == [1e16, 1.0, -1e16]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.rollouts.advantages.groups import refuse_other
+from workbench.rollouts.places import places_of_each
 from workbench.shapes import check_shapes
 
 
@@ -35,8 +36,7 @@ def rewards_to_go(
     )
     earned_T = torch.where(loss_mask_T, token_rewards_T.double(), 0.0)
     to_go_T = torch.zeros_like(earned_T)
-    for document in document_ids_T.unique().tolist():
-        at = torch.nonzero(document_ids_T == document).squeeze(1)
+    for at in places_of_each(document_ids_T).values():
         to_go_T[at] = earned_T[at].flip(0).cumsum(0).flip(0)
     return torch.where(document_ids_T >= 0 if elsewhere == "carry" else loss_mask_T, to_go_T, 0.0)
 
@@ -106,7 +106,8 @@ def optimal_token_baseline(
     norm_T = 1 - 2 * old_logprobs_T.double().exp() + squared_probabilities_T.double()
     if weights_T is not None:
         norm_T = norm_T * weights_T.double().square()
-    indices = [torch.nonzero(document_ids_T == document).squeeze(1) for document in range(len(group_ids_N))]
+    places, none = places_of_each(document_ids_T), document_ids_T.new_empty(0)
+    indices = [places.get(document, none) for document in range(len(group_ids_N))]
     steps = max((len(at) for at in indices), default=0)
     returns_NK, energy_NK = to_go_T.new_zeros(2, len(indices), steps)
     present_NK = torch.zeros(len(indices), steps, dtype=torch.bool, device=to_go_T.device)
@@ -135,8 +136,8 @@ def _baselines(
     """[N, K] the group's baseline at each step, 0 where a document has none."""
     lengths_N = present_NK.sum(1)
     baseline_NK = torch.zeros_like(returns_NK)
-    for group in group_ids_N.unique().tolist():
-        members = torch.nonzero((group_ids_N == group) & ((lengths_N > 0) | (not trained_only))).squeeze(1)
+    for of_group in places_of_each(group_ids_N).values():
+        members = of_group[lengths_N[of_group] > 0] if trained_only else of_group
         if len(members) < 2:
             continue
         energy = energy_NK[members]

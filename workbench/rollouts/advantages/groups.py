@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
+from workbench.rollouts.places import places_of_each
 from workbench.shapes import check_shapes
 
 BASELINES = ("mean", "leave_one_out", "length_weighted")
@@ -195,8 +196,10 @@ def pass_at_k_advantages(
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
     _refuse_not_finite("pass_at_k_advantages: rewards_N", rewards_N, trained)
     advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
-    for group in group_ids_N[trained].unique().tolist():
-        members = torch.nonzero(trained & (group_ids_N == group)).squeeze(1)
+    for group, of_group in places_of_each(group_ids_N).items():
+        members = of_group[trained[of_group]]
+        if not len(members):
+            continue
         if len(members) < 2:
             raise SpecError(
                 f"the second best completion of group {group}",
@@ -316,8 +319,7 @@ def _of_trained(
 def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
     """Standard deviation of the other completions of the group; exactly 0 if they are equal, or no more than ddof."""
     deviations = torch.zeros_like(rewards)
-    for label in range(int(group.max()) + 1):
-        members = torch.nonzero(group == label).squeeze(1)
+    for members in places_of_each(group).values():
         size = len(members)
         if size - 1 <= max(ddof, 1):
             continue

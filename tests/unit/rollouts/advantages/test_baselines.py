@@ -52,9 +52,10 @@ def answers(seed):
     return documents, ids, mask, spoiled
 
 
+@pytest.mark.parametrize("groups", [[4, 4, 9, 2, 9, 4, 9], [4, 9, 9, 2, 9, 4, 9]])
 @pytest.mark.parametrize(("aligned", "zero_tail"), list(itertools.product(("position", "trained"), (True, False))))
-def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail):
-    groups = [4, 4, 9, 2, 9, 4, 9]
+def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail, groups):
+    """Nothing of document 5 trains: it is one of three of its prompt, or one of two."""
     for seed in range(4):
         documents, ids, mask, (rewards, logprobs, squares, weights) = answers(seed)
         result, returns = optimal_token_baseline(

@@ -157,7 +157,8 @@ def test_a_ring_ends_at_the_farthest_rank_that_sees_a_key(order, cp, inner):
 
 
 def test_documents_that_are_whole_travel_nowhere(monkeypatch):
-    monkeypatch.setattr(ring, "start_rotation", None)
+    travelled = []
+    monkeypatch.setattr(ring, "start_rotation", lambda value, *more, **how: travelled.append(value))
     lay = ShardPlan.make("whole_documents", num_tokens=32, cp=2, document_lengths=(8, 4, 8, 8, 4))
     documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lay.document_lengths))
 
@@ -167,6 +168,7 @@ def test_documents_that_are_whole_travel_nowhere(monkeypatch):
         ring.attend(*leaves, shard, None, 0.5).sum().backward()
 
     on_threads(rank, 2)
+    assert travelled == []
 
 
 def test_half_precision_gradients_of_keys_travel_in_float32(monkeypatch):
