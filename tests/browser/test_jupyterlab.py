@@ -20,14 +20,8 @@ from workbench.launch.detached import launchers
 
 pytestmark = pytest.mark.browser
 
-<<<<<<< HEAD
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE_MS = 300_000  # on a busy machine; a quiet one needs a thirtieth
 FIRST_PLOT_S = 120  # limit where each process has a core; the seconds of this run are kept next to the pictures
-=======
-PATIENCE_MS = 120_000  # on a busy machine; a quiet one needs a tenth
-FIRST_PLOT_S = 120  # limit on a busy machine; the seconds of this run are kept next to the pictures
->>>>>>> dfc70bf266e5f27e80086cb8997767fd38a7f1bd
 OWN = """\
 import workbench as wb
 mine = {"a": {}, "b": {"loss": {"name": "cispo"}}}

@@ -160,12 +160,13 @@ class Story:
         mark, results = f"{MARK}={self.mark}".encode(), []
         pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (quicker)
         self.strangers &= pids
-        for pid in sorted(pids - self.strangers):
+        seen = {pid for pid, _ in self.own}
+        for pid in sorted(pids & seen | pids - self.strangers):
             environment = b""
             with contextlib.suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes()  # of a process that ends it is empty
             marked = mark in environment.split(b"\0")
-            if not marked and pid not in {own for own, _ in self.own}:
+            if not marked and pid not in seen:
                 if environment:
                     self.strangers.add(pid)
                 continue
