@@ -47,18 +47,29 @@ def test_a_set_is_scored_once(folder, capsys):
         blind.main([str(folder), "--once"])
 
 
-def test_the_table_and_the_guide_have_the_scores_of_the_first_set():
-    found = blind.summary(json.loads((blind.FOLDER / "set1" / blind.SCORES).read_text()))
+@pytest.mark.parametrize(
+    ("name", "table", "text"),
+    [
+        (
+            "set1",
+            "singles named first **{first} of {singles}** (89 %), pairs with both named **{both} of {pairs}** (89 %), "
+            "rest at the floor in {rest_at_floor} of 91, clean ones accused **{accused} of {clean}**",
+            "{first} of {singles} single causes were named first and both of {both} of {pairs} pairs; "
+            "{accused} of {clean}",
+        ),
+        (
+            "set2",
+            "singles named first **{first} of {singles}**, pairs with both named **{both} of {pairs}** (93 %), "
+            "rest at the floor in {rest_at_floor} of 88, clean ones accused **{accused} of {clean}**",
+            "{first} of {singles} and {both} of {pairs}, and {accused} of {clean} was accused",
+        ),
+    ],
+)
+def test_the_table_and_the_guide_have_the_scores_of_the_sets(name, table, text):
+    found = blind.summary(json.loads((blind.FOLDER / name / blind.SCORES).read_text()))
     numbers = {name: found[name] for name in ("first", "singles", "both", "pairs", "rest_at_floor", "accused", "clean")}
-    table = (
-        "singles named first **{first} of {singles}** (89 %), pairs with both named **{both} of {pairs}** (89 %), "
-        "rest at the floor in {rest_at_floor} of 91, clean ones accused **{accused} of {clean}**"
-    )
     assert table.format(**numbers) in (blind.FOLDER / "README.md").read_text()
     guide = " ".join((ROOT / "docs/guides/trainer-and-sampler.md").read_text().split())
-    text = (
-        "{first} of {singles} single causes were named first and both of {both} of {pairs} pairs; {accused} of {clean}"
-    )
     assert text.format(**numbers) in guide
 
 
