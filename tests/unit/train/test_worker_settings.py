@@ -119,7 +119,8 @@ def test_each_optimizer_matches_its_name(name, moved):
     model.weight.data.zero_()
     model.weight.grad = torch.full_like(model.weight, 3.0)
     spec = RunSpec(optimizer={"name": name, "learning_rate": 0.1})
-    build_optimizer(SimpleNamespace(model=model), spec).step()
+    policy = SimpleNamespace(model=model, mesh=single_process_mesh())
+    build_optimizer(policy, spec).step()
     assert model.weight.item() == pytest.approx(moved, rel=1e-6)  # the first step of AdamW knows the sign only
 
 
