@@ -165,18 +165,18 @@ def drawn_heads() -> str:
         ]
         for name, work in record["workloads"].items()
     ]
-    held = sum(bar["holds"] for bar in record["bars"].values())
+    count = sum(bar["holds"] for bar in record["bars"].values())
     return _section(
         "The head at sizes that nothing was tuned on",
         f"One {record['device']}, {_versions(record)}, bfloat16, medians of {record['rounds']} rounds, in another run "
-        "than the table above: our passes against cuBLAS's GEMMs, at the four sizes above and at three drawn from the "
-        f"seed {record['seed']}.",
+        "than the table above, beside work on other GPUs of the host: our passes against cuBLAS's GEMMs, at the four "
+        f"sizes above and at three drawn from the seed {record['seed']}.",
         _table(
             ["size", "tokens", "model", "vocabulary", "fused loss, three GEMMs", "forward, one", "with entropy"],
             rows,
             right=range(1, 7),
         ),
-        f"{held} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). A small head, "
+        f"{count} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). A small head, "
         "as G, is bound by the launches of its chunks of 4,096 tokens.",
         _source("head/drawn.json", None, "python -m experiments.head.drawn"),
     )
@@ -405,6 +405,12 @@ def four_gpus() -> str:
     )
 
 
+EARLY_SUMS_OVER_CP = (
+    "Measured while context-parallel layouts, too, started the sums of gradients in backward, on a second group of "
+    "ranks; that gained nothing and was removed."
+)
+
+
 def four_gpus_8b() -> str:
     """Layouts of four GPUs at the shapes of a larger model, on packed rows."""
     record = _record("gpu_layouts/four_gpus_8b.json")
@@ -416,6 +422,7 @@ def four_gpus_8b() -> str:
         "backward,",
         "With ulysses tokens are striped over the ranks, with gathered keys and a ring documents are whole; "
         "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
+        EARLY_SUMS_OVER_CP,
     )
 
 
@@ -431,6 +438,7 @@ def four_gpus_131k() -> str:
         "recomputed in backward,",
         f"Tokens are striped (ulysses), or blocks of {plan['layouts']['cp4_ring']['block_tokens']} dealt to and fro "
         "(gathered, ring); *zigzag*: a chunk of the first half and one of the second.",
+        EARLY_SUMS_OVER_CP,
     )
 
 

@@ -209,18 +209,20 @@ def sensitivity_documents(folder: Path, size: int) -> list[str]:
     return ["sensitivity", str(ablation), "--configurations", "c1", "--no-remedies", "--faults", "shift_after_shard"]
 
 
+def _sensitivity(ablation: Path) -> list[str]:
+    return ["sensitivity", str(ablation), "--configurations", "c1", "--no-remedies", "--faults"]
+
+
 def sensitivity_faults(folder: Path, size: int) -> list[str]:
     from workbench.faults import fault_names
 
     ablation = write_ablation(folder, settings(ARITHMETIC / "rollouts"), 2, layout={"cp": 2})
-    words = ["sensitivity", str(ablation), "--configurations", "c1", "--no-remedies", "--faults"]
-    return [*words, *fault_names()[:size]]
+    return [*_sensitivity(ablation), *fault_names()[:size]]
 
 
 def sensitivity_ranks(folder: Path, size: int) -> list[str]:
     ablation = write_ablation(folder, settings(ARITHMETIC / "rollouts"), 2, layout={"dp": size})
-    words = ["sensitivity", str(ablation), "--configurations", "c1", "--no-remedies"]
-    return [*words, "--faults", "whitening_per_rank"]
+    return [*_sensitivity(ablation), "whitening_per_rank"]
 
 
 def verify_steps(folder: Path, size: int) -> list[str]:

@@ -23,6 +23,7 @@ from workbench.records.provenance import project_root, provenance
 
 SEED, DRAWN = 23, 3
 TOKENS, DIMENSIONS, VOCABULARIES = (8192, 65536), (1024, 8192), (32000, 262144)
+"""Smallest and largest: micro-batches of A to D; Qwen3-0.6B and Llama-3-70B; Llama 2 and Gemma 3."""
 BARS = {
     "fused_loss": {"A": 1.03, "B": 1.03, "C": 1.03, "": 1.05},
     "token_logprobs": {"": 1.02},

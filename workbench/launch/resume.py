@@ -279,10 +279,10 @@ def find_checkpoint(source: str, project: Path) -> Path | None:
     folder = project / source
     if (folder / CONFIG).is_file():
         if not next(folder.glob("*.safetensors"), None):
-            held = sorted(file.name for file in folder.iterdir() if file.name != CONFIG)
+            others = sorted(file.name for file in folder.iterdir() if file.name != CONFIG)
             raise SpecError(
                 f"model.source = {source!r}",
-                found=f"{folder} has no *.safetensors; it holds {listed(held, 4) or 'nothing else'}",
+                found=f"{folder} has no *.safetensors; it holds {listed(others, 4) or 'nothing else'}",
                 rule="weights are read from safetensors only: other files may execute code when they are loaded",
                 fix="save the model again with model.save_pretrained(folder), which writes safetensors",
             )

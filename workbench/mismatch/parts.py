@@ -198,8 +198,8 @@ def _part(factor: Factor, stated: dict[str, Configuration], found: dict[str, Exp
 
 
 def _records(factor: Factor, rivals: Sequence[Switch]) -> str:
-    wanted = [factor.record, *(BY_NAME[one.factor].record for one in rivals)]
-    return " or ".join(dict.fromkeys(one for one in wanted if one))
+    keys = [factor.record, *(BY_NAME[one.factor].record for one in rivals)]
+    return " or ".join(dict.fromkeys(one for one in keys if one))
 
 
 def _rounding(stated: Configuration, explanation: Explanation, rest_T: Tensor) -> bool:

@@ -83,7 +83,7 @@ class RandomRounding(TorchDispatchMode):
         rounded = [self._rounded(w, p) for w, p in zip(wides, outputs, strict=True)]
         if name in GEMMS and outputs[0].dtype == torch.float32:
             left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-            runs = -(-left.shape[-1] // RUN) if left.device.type == "cpu" else measured_runs(left.shape, right.shape)
+            runs = 0 if left.device.type == "cpu" else measured_runs(left.shape, right.shape)
             error = self.partial_sums(left.double(), right.double(), runs)
             rounded[0] = self.round(wides[0] + error, torch.float32)
         return type(plain)(rounded) if isinstance(plain, tuple | list) else rounded[0]
@@ -112,7 +112,9 @@ class RandomRounding(TorchDispatchMode):
         return stochastic(wide, plain.dtype, self.generator)
 
     def partial_sums(self, left: Tensor, right: Tensor, runs: int = 0) -> Tensor:
-        """A draw of the error of adding float32 products one by one, in so many runs; 0: in those of `RUN` on a CPU.
+        """A draw of the error of adding float32 products one by one, in so many runs.
+
+        0 runs: as many as `RUN` asks for on a CPU, and one elsewhere, as in a kernel of attention.
 
         Shapes: [.., N, K], [.., K, M] -> [.., N, M].
         """

@@ -140,8 +140,8 @@ class EngineClient:
                 text = response.read(RESPONSE_BYTES + 1)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(500).decode(errors="replace")
-            raise _unreachable(request.full_url, f"HTTP {error.code} {error.reason}: {said}") from None
+                detail = error.read(500).decode(errors="replace")
+            raise _unreachable(request.full_url, f"HTTP {error.code} {error.reason}: {detail}") from None
         except (OSError, ValueError) as error:
             found = getattr(error, "reason", error)
             raise _unreachable(request.full_url, f"{type(error).__name__}: {found}") from None

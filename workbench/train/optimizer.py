@@ -56,10 +56,10 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Any]) -> Any:
         """Collect parameters, gradients and moments of a group into lists, as torch 2.11 to 2.13 name it."""
-        found = super()._init_group(group, *tensors)
+        has_complex = super()._init_group(group, *tensors)
         for some in tensors:
             some[:] = [local_values(value) for value in some]
-        return found
+        return has_complex
 
 
 Noise = Callable[[Tensor, int, int], Tensor]

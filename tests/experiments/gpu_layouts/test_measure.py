@@ -10,7 +10,7 @@ import torch
 
 from experiments.entries import result_of
 from experiments.gpu_layouts import measure as layouts
-from experiments.gpu_layouts.measure import OldPolicy, Plan, draw_rollouts, perturb
+from experiments.gpu_layouts.measure import OldPolicy, Plan, draw_rollouts, perturb, perturbed
 from workbench.atomic import from_json
 from workbench.policy.decoder import tiny_qwen3
 from workbench.records.provenance import project_root
@@ -58,6 +58,13 @@ def test_the_old_policy_is_a_stated_copy():
         spread = p.detach().std()
         if spread:
             assert float((q - p).detach().std() / spread) == pytest.approx(0.1, rel=0.15), name
+
+
+def test_weights_are_restored_after_the_old_policy():
+    model, plain = tiny_qwen3(19), tiny_qwen3(19)
+    with perturbed(model, OldPolicy(relative=0.1, seed=1)):
+        assert not torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def result(step_ms, ranks, distances):

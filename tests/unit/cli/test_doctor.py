@@ -138,11 +138,11 @@ class TestTorch:
 
     def test_ranks_that_do_not_meet_are_a_problem(self, project, monkeypatch):
         def fail():
-            raise LaunchError("let 2 ranks meet", found="no end after 60 s", rule="they meet", fix="mend /etc/hosts")
+            raise LaunchError("let 2 ranks meet", found="no end after 60 s", rule="they meet", fix="edit /etc/hosts")
 
         monkeypatch.setattr(doctor, "check_rendezvous", fail)
         result = examine(project)
-        assert about("rendezvous", result) == Finding("rendezvous", "problem", "no end after 60 s", "mend /etc/hosts")
+        assert about("rendezvous", result) == Finding("rendezvous", "problem", "no end after 60 s", "edit /etc/hosts")
         assert about("torch", result).verdict == "note"
 
     def test_gpus_that_a_cpu_build_cannot_use_are_noted(self, met, project, path):

@@ -190,10 +190,10 @@ class TestInterrupted:
         made(tmp_path, plan("a"))
         assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
         self.kept(made(tmp_path, plan("b"), "failed"), 40)
-        anew = made(tmp_path, plan("b"), "cancelled", fresh=True)
+        another = made(tmp_path, plan("b"), "cancelled", fresh=True)
         assert interrupted(tmp_path, plan("b"), IDENTITY) == (None, "")
-        self.kept(anew, 20)
-        assert interrupted(tmp_path, plan("b"), IDENTITY)[0].path == anew.path
+        self.kept(another, 20)
+        assert interrupted(tmp_path, plan("b"), IDENTITY)[0].path == another.path
 
     def test_without_a_checkpoint_there_is_no_resume(self, tmp_path):
         made(tmp_path, plan("a"), "failed")

@@ -89,6 +89,26 @@ def test_documents_of_more_than_half_a_rank_are_in_zigzag_and_what_has_no_room_i
     ]
 
 
+@pytest.mark.parametrize(
+    ("order", "lengths", "block_tokens", "most"),
+    [
+        ("document_zigzag", [4096], 1, 4 / 3),
+        ("contiguous", [4096], 1, 4 / 3),
+        ("balanced", [4096], 256, 1.0),
+        ("striped", [4096], 1, 1.0),
+        ("document_zigzag", [256] * 16, 1, 4 / 3),
+        ("whole_documents", [256] * 16, 1, 1.0),
+    ],
+)
+def test_trained_tokens_of_the_fullest_of_four_ranks_where_a_quarter_is_prompt(order, lengths, block_tokens, most):
+    """As docs/guides/layouts.md says, section "Equal work"."""
+    begins = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    places = torch.arange(sum(lengths)) - begins.repeat_interleave(torch.tensor(lengths))
+    trained = places >= torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)) // 4
+    counts = [int(trained[tokens].sum()) for tokens in ORDERS[order](lengths, 4, block_tokens)]
+    assert max(counts) * 4 / sum(counts) == pytest.approx(most)
+
+
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
 def test_whole_documents_are_a_permutation_in_equal_shares_with_few_documents_cut(cp, seed):

@@ -331,6 +331,16 @@ def test_a_killed_run_resumes_as_if_uninterrupted(kind, killed, tmp_path):
         assert names[0] == names[1] == [f"step{step:04d}.json" for step in range(4)]
 
 
+def test_counts_of_a_fused_optimizer_are_on_the_device_of_its_parameters():
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))  # stands for a GPU
+    for fused in (True, False):
+        state = {parameter: {"step": torch.tensor(2.0), "exp_avg": torch.zeros(2)}}
+        optimizer = SimpleNamespace(param_groups=[{"params": [parameter], "fused": fused}], state=state)
+        checkpoint._place_counts(optimizer)
+        devices = [value.device.type for value in state[parameter].values()]
+        assert devices == ["meta" if fused else "cpu", "cpu"]
+
+
 def test_a_run_resumed_on_several_ranks_copies_once(tmp_path):
     layout = {"layout": {"dp": 2, "tp": 2}, "record": {"checkpoint_every": 2}, "precision": "float32"}
     half = done(tmp_path, "half", **layout, steps=2)

@@ -6,13 +6,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.helpers.online_runs import done
+from tests.helpers.ranks import run_ranks
 from workbench.errors import SpecError
 from workbench.policy.model import load_policy
 from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
-from workbench.train.optimizer import AdamW, LossScale, build_optimizer, eight_bit_moments, round_at_random
+from workbench.train.optimizer import AdamW, FusedAdamW, LossScale, build_optimizer, eight_bit_moments, round_at_random
 
 
 def weights_after(kind, dtype, steps=5, **settings):
@@ -97,6 +99,31 @@ def test_updates_below_half_a_gap_are_lost_to_the_nearest_and_kept_at_random():
 def test_torch_has_the_optimizer_of_presets_with_one_dtype_for_weights_and_moments(name):
     spec = RunSpec(precision=name)
     assert type(build_optimizer(load_policy("tiny-qwen3", precision=spec.dtypes), spec)) is torch.optim.AdamW
+
+
+def two_steps():
+    """Weights after two steps of the fused optimizer on DTensors of two ranks, and of torch's on plain tensors."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    draw = torch.Generator().manual_seed(0)
+    whole, *gradients = (torch.randn(5, 3, generator=draw, dtype=torch.float64) for _ in range(3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded, plain = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])), nn.Parameter(whole.clone())
+    settings = {"lr": 0.1, "weight_decay": 0.1}
+    fused, single = FusedAdamW([sharded], fused=True, **settings), torch.optim.AdamW([plain], foreach=False, **settings)
+    for gradient in gradients:
+        sharded.grad, plain.grad = distribute_tensor(gradient, mesh, [Shard(0)]), gradient
+        fused.step()
+        single.step()
+    assert fused.state[sharded]["exp_avg"].shape == (5, 3), "states stay DTensors, as checkpoints gather them"
+    return sharded.full_tensor().detach(), plain.detach()
+
+
+def test_the_fused_optimizer_updates_the_shards_of_dtensors(tmp_path):
+    for sharded, plain in run_ranks(two_steps, 2, tmp_path):
+        torch.testing.assert_close(sharded, plain, rtol=1e-14, atol=1e-14)
 
 
 # ---- loss scale --------------------------------------------------------------------------------------------------
