@@ -6,6 +6,7 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ DTYPES = {
 }
 CHUNKED = ("chunked", "triton")
 """Implementations of the log-probabilities that process a row in chunks, as `fused_loss` requires."""
+
+
+Places = tuple[str, str] | None
+"""Attributes of a decoder's base that hold layers which predict further tokens, and the norm behind them."""
 
 
 class Exact(Protocol):
@@ -400,17 +405,7 @@ def load_policy(
     compute = DTYPES[dtypes.compute]
     dtype = torch.promote_types(compute, torch.float32) if fp32_head else compute
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
-    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
-    refuse_unknown(model, depths=depths)
-    model = with_our_attention(model)
-    places = add_prediction(model, depths, seed=seed, from_checkpoint=source not in TINY) if depths else None
-    model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
-    if dtypes.compute == "float64":
-        expected = probe_logits(model, "float32")
-        model = lift_to_float64(model)
-        check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
-    else:
-        model = cast(model, DTYPES[dtypes.weights])
+    model, places = _decoder(source, project=project, tied=tied, seed=seed, depths=depths, dtypes=dtypes)
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
@@ -463,6 +458,43 @@ def load_policy(
         prediction=places and Prediction(model, *places, Stream(mesh["tp"], sharded=sequence_parallel)),
         lora=adapters,
     )
+
+
+def _decoder(source: str, *, project: Path | None, dtypes: Dtypes, **settings: Any) -> tuple[Any, Places]:
+    """A whole decoder with the workbench's attention, checked, in the dtype of its weights, and its added layers.
+
+    Of a tiny one, which its settings determine, this process keeps the result: ranks that are simulated load it often.
+    """
+    weights, lifted = dtypes.weights, dtypes.compute == "float64"
+    if source not in TINY:
+        return _prepared(source, project=project, weights=weights, lifted=lifted, **settings)
+    return copy.deepcopy(_tiny(source, weights=weights, lifted=lifted, **settings))
+
+
+def _prepared(
+    source: str,
+    *,
+    project: Path | None = None,
+    tied: bool | None,
+    seed: int,
+    depths: int,
+    weights: str,
+    lifted: bool,
+) -> tuple[Any, Places]:
+    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
+    refuse_unknown(model, depths=depths)
+    model = with_our_attention(model)
+    places = add_prediction(model, depths, seed=seed, from_checkpoint=source not in TINY) if depths else None
+    model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
+    if not lifted:
+        return cast(model, DTYPES[weights]), places
+    expected = probe_logits(model, "float32")
+    model = lift_to_float64(model)
+    check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
+    return model, places
+
+
+_tiny = functools.lru_cache(maxsize=8)(_prepared)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
