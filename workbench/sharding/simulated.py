@@ -133,15 +133,21 @@ class _Arrival:
 
 @dataclass
 class _Rank:
-    """State of a rank: its turn, its random state while it waits, and the collective that it waits in."""
+    """State of a rank: its turn, its random state while it waits, and the collective that it waits in.
+
+    The lock of its turn is free only between the release by the rank before it and its own start.
+    """
 
     number: int
     coordinates: dict[str, int]
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = field(default_factory=threading.Lock)
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     waits: tuple[_Group, _Arrival] | None = None
     received: Gathered = field(default_factory=lambda: Gathered([]))
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
 
     def __str__(self) -> str:
         return f"rank {self.number} ({', '.join(f'{axis}={at}' for axis, at in self.coordinates.items())})"
@@ -353,6 +359,7 @@ def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[
 
 
 _OWN = {str(Path(__file__).with_name(name)) for name in ("simulated.py", "wire.py", "collectives.py", "pipeline.py")}
+_TORCH = f"{os.sep}torch{os.sep}"
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
@@ -372,8 +379,8 @@ def _caller(frame: FrameType | None) -> str:
     """The innermost source line outside torch: file, relative to the package, and line."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in file and file not in _OWN:
-            short = file[len(_PACKAGE) :] if file.startswith(_PACKAGE) else Path(file).name
+        if _TORCH not in file and file not in _OWN:
+            short = file[len(_PACKAGE) :] if file.startswith(_PACKAGE) else file.rpartition(os.sep)[2]
             return f"{short}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
