@@ -9,6 +9,7 @@ Letters: T packed tokens | N documents in the row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -326,6 +327,8 @@ class RolloutBatch:
 
     def _spread(self, lengths: Sequence[int], padded: Sequence[int]) -> RolloutBatch:
         """Pad each of the row's segments, of ``lengths`` tokens, to its ``padded`` length."""
+        if list(lengths) == list(padded):
+            return self
         pads = {f.name: f.metadata["pad"] for f in fields(self) if f.metadata.get("level") == "token"}
         pads |= {name: e.pad for name, e in self.extensions.items() if e.level == "token"}
         # Negative on the tokens of a segment, and from 0 on the padding after it.
@@ -383,9 +386,12 @@ def _broken_rules(batch: RolloutBatch) -> Iterator[str]:
         yield f"tokens_T holds {int(batch.tokens_T.min())}"
     for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T"):
         value = getattr(batch, name)
-        if value is not None and not torch.isfinite(value[batch.loss_mask_T]).all():
+        if value is None or not (counted := value[batch.loss_mask_T]).numel():
+            continue
+        least, most = (float(end) for end in counted.aminmax())  # both NaN if any value is
+        if not (math.isfinite(least) and math.isfinite(most)):
             yield f"{name} is not finite on a token that counts"
-        if value is not None and "logprobs" in name and (value[batch.loss_mask_T] > 1e-4).any():
+        if "logprobs" in name and most > 1e-4:
             yield f"{name} is positive on a token that counts: these are not log-probabilities"
     if batch.rewards_N is not None and not (finite := batch.rewards_N.isfinite()).all():
         yield f"rewards_N is not finite for documents {torch.nonzero(~finite)[:, 0].tolist()}"
