@@ -80,6 +80,8 @@ RC: dict[RcKeyType, Any] = {
     "axes.edgecolor": LINE,
     "axes.unicode_minus": True,
     "figure.dpi": 96,
+    "figure.autolayout": False,  # a figure without an engine has none
+    "figure.constrained_layout.use": False,
     "svg.hashsalt": "workbench",
     "svg.fonttype": "none",
     "path.simplify": False,
@@ -320,7 +322,7 @@ def _shorter(attribute: str) -> str:
 
 @contextlib.contextmanager
 def _placed(figure: Figure) -> Iterator[None]:
-    """Place the axes with the figure's layout engine, and switch it off meanwhile.
+    """Place the axes with the figure's layout engine, and take it off meanwhile.
 
     `savefig` would draw the whole figure once more, to nowhere, only to call the engine.
     """
@@ -331,7 +333,7 @@ def _placed(figure: Figure) -> Iterator[None]:
     FigureCanvasSVG(figure)  # measures texts as savefig does, and leaves the dpi of SVG behind
     try:
         engine.execute(figure)
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)  # "none" is an engine, too, for which it would draw as well
         yield
     finally:
         figure.dpi = dpi
