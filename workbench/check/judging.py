@@ -182,13 +182,12 @@ def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, q
 
 def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: Numbers) -> _Tried:
     recorded = {name: value for name, value in null.recorded.items() if name in null.differing}
-    bounds = tolerances(expected, (), dump.dtype)
+    bounds = tolerances(expected, (), dump.dtype, [name for name in recorded if name in expected])
     widened = {
         name: torch.maximum(torch.as_tensor(bound), torch.as_tensor(null.bounds[name]))
         for name, bound in bounds.items()
-        if name in null.bounds
     }
-    differing = compare(dump, recorded, {**expected}, {**bounds, **widened})
+    differing = compare(dump, recorded, expected, widened)
     off = distances(recorded, expected, (name for name, mismatch in differing.items() if mismatch is None))
     return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing, off)
 

@@ -125,8 +125,8 @@ def recompute_loss(
     loss, merged = _loss(reading), _Merged(len(dump.document_ids_T))
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
-        leaf_T = _policy(reading, index_T, shift).requires_grad_()
-        entropy_T = _at(dump, "entropies", index_T)
+        leaf_T = _policy(reading, index_T, shift, memo).requires_grad_()
+        entropy_T = _at(dump, "entropies", index_T, memo)
         if by_entropy and entropy_T is not None:
             entropy_T = entropy_T.detach().requires_grad_()
         head_output = TokenLogprobs(leaf_T, entropy_T, None)
@@ -208,7 +208,7 @@ def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | No
     correction = spec.correction
     on_values = correction.denominator != "original" or correction.normalize or correction.m2_threshold is not None
     if not (correction.acts and on_values):
-        settings = (spec.denominator, spec.denominator_constant, spec.truncated, repr(spec.compat))
+        settings = (spec.denominator, spec.denominator_constant, spec.truncated, spec.compat)
         return "weights", (dump.document_ids_T, dump.loss_mask_T, *of_documents), settings
     return "corrected weights", (dump.document_ids_T, *of_documents, *dump.tokens.values()), (repr(spec), shift)
 
@@ -220,12 +220,16 @@ def _sampled(by_name: Mapping[str, TokenWeights], keep_T: Tensor) -> dict[str, T
     }
 
 
-def _at(dump: StepDump, name: str, index_T: Tensor) -> Tensor | None:
+def _at(dump: StepDump, name: str, index_T: Tensor, memo: Memo) -> Tensor | None:
     """[t] values of a micro-batch, 0 where nothing trains; one padding token if it is empty."""
-    value_T = dump.tokens.get(name)
+    value_T, mask_T = dump.tokens.get(name), dump.loss_mask_T
     if value_T is None:
         return None
-    return torch.where(_chosen(dump.loss_mask_T, index_T), _chosen(value_T, index_T), 0.0)
+
+    def of_row() -> Tensor:
+        return torch.where(_chosen(mask_T, index_T), _chosen(value_T, index_T), 0.0)
+
+    return memo.get(f"trained {name}", (value_T, mask_T, index_T), None, of_row)
 
 
 def _spread(value_N: Tensor, document_ids_T: Tensor, index_T: Tensor) -> Tensor:
@@ -249,9 +253,9 @@ def _chosen(values_T: Tensor, index_T: Tensor, fill: float = 0) -> Tensor:
     return values_T[index_T] if len(index_T) else values_T.new_full((1,), fill)
 
 
-def _policy(reading: Reading, index_T: Tensor, shift: float) -> Tensor:
+def _policy(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> Tensor:
     name = "policy_logprobs" if "policy_logprobs" in reading.dump.tokens else "old_logprobs"
-    policy_T = _at(reading.dump, name, index_T)
+    policy_T = _at(reading.dump, name, index_T, memo)
     assert policy_T is not None, "can_evaluate"
     return (policy_T + shift).detach()
 
@@ -267,8 +271,8 @@ def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> Trainin
     given_T = dump.advantages_T
     assert given_T is not None, "can_evaluate"
     advantages_T = torch.where(mask_T, _chosen(given_T, index_T), 0.0)
-    old_T, sampler_T = _at(dump, "old_logprobs", index_T), _at(dump, "sampler_logprobs", index_T)
-    weights_T = _at(dump, "correction_weights", index_T)
+    old_T, sampler_T = _at(dump, "old_logprobs", index_T, memo), _at(dump, "sampler_logprobs", index_T, memo)
+    weights_T = _at(dump, "correction_weights", index_T, memo)
     given = reading.spec.correction.ratio.startswith("given") and weights_T is not None
     zeros_T = torch.zeros_like(ids_T)
     return TrainingRow(
@@ -278,9 +282,9 @@ def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> Trainin
         targets_T=zeros_T,
         loss_mask_T=mask_T,
         advantages_T=advantages_T,
-        old_logprobs_T=_policy(reading, index_T, 0.0) if old_T is None else old_T,
+        old_logprobs_T=_policy(reading, index_T, 0.0, memo) if old_T is None else old_T,
         sampler_logprobs_T=None if sampler_T is None else sampler_T - shift,
-        ref_logprobs_T=_at(dump, "ref_logprobs", index_T),
+        ref_logprobs_T=_at(dump, "ref_logprobs", index_T, memo),
         source_T=_places(index_T),
         lengths_T=lengths_T,
         rewards_T=spread["rewards"],

@@ -81,11 +81,17 @@ def recorded_quantities(dump: StepDump) -> dict[str, Tensor | float]:
     return recorded
 
 
-def tolerances(expected: Quantities, moved: tuple[Quantities, ...], dtype: str) -> dict[str, Tensor | float]:
-    """Return how far a recorded quantity may lie from the expected one, from its values after moved inputs."""
+def tolerances(
+    expected: Quantities, moved: tuple[Quantities, ...], dtype: str, names: Iterable[str] | None = None
+) -> dict[str, Tensor | float]:
+    """Return how far recorded quantities may lie from the expected ones, from their values after moved inputs.
+
+    ``names`` are those of the quantities that are asked for; None: all.
+    """
     relative = RELATIVE[dtype]
     bounds: dict[str, Tensor | float] = {}
-    for name, value in expected.items():
+    for name in expected if names is None else names:
+        value = expected[name]
         if isinstance(value, Tensor):
             largest = float(value.abs().max()) if len(value) else 0.0
             parts = [part for key, part in expected.items() if key.startswith("parts/")]

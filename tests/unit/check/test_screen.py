@@ -19,7 +19,7 @@ SPEC = LossSpec(name="grpo", kl={"coefficient": 0.01})
 
 
 def long_step(factor=1.0, documents=80):
-    """A step with its own coefficients and losses, times a factor, in four micro-batches."""
+    """A step with its own coefficients and losses, times a factor, in a micro-batch on each of two ranks."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(scale):
@@ -34,8 +34,8 @@ def long_step(factor=1.0, documents=80):
         "sampler_logprobs": old + normal(0.1),
         "ref_logprobs": old + normal(0.1),
     }
-    of_documents = {"rows": torch.arange(documents) % 4, "advantages": normal(1.0)[:, 0]}
-    more = {"layout": {"dp": 2, "micro_batches": 2}, "dtype": "float64", "settings": SPEC.model_dump()}
+    of_documents = {"rows": torch.arange(documents) % 2, "advantages": normal(1.0)[:, 0]}
+    more = {"layout": {"dp": 2}, "dtype": "float64", "settings": SPEC.model_dump()}
     step = StepDump.from_rectangle(tokens, of_documents, **more)
     values = recompute_loss(Reading(step, SPEC), metrics=False)
     step = step.with_tokens(coefficients=factor * values["coefficients"], ratios=values["ratios"])
