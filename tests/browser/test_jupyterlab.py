@@ -28,12 +28,20 @@ mine = {"a": {}, "b": {"loss": {"name": "cispo"}}}
 base = {"precision": "float64", "steps": 2}
 own = wb.Experiment({"base": base, "reference": "a", "configurations": mine}, folder="own")
 wb.figures.gradient_norm_by_step(own.run(where="processes"))"""
-# so many steps that no machine has done them before the last line of the test
+# so many steps that no machine has done them before the last line of the test; slow ones, which leave it the cores
 TWO_TRIALS = """
 question: Is anybody watching?
-base: {precision: float64, steps: 1000000}
+base: {precision: float64, steps: 1000000, loss: {name: "patience.py:loss"}}
 reference: patient
 configurations: {patient: {}, stopped: {seed: 1}}
+"""
+PATIENCE = """\
+import time
+
+
+def loss(inputs):
+    time.sleep(0.2)
+    return -inputs.advantages_T * inputs.policy_logprobs_T
 """
 
 
@@ -51,6 +59,7 @@ def notebook(browser, tmp_path):
     served.mkdir()
     shutil.copy(ROOT / "notebooks/01_quickstart.ipynb", served)
     (served / "two_trials.yaml").write_text(TWO_TRIALS)
+    (served / "patience.py").write_text(PATIENCE)
     with jupyterlab(served, tmp_path / "private", WORKBENCH_FAST="1", HF_HUB_OFFLINE="1") as lab:
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         opened = Notebook(page, lab, served, tmp_path, began)

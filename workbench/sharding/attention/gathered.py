@@ -1,9 +1,10 @@
-"""All-gather attention: each rank's queries against the keys of all ranks.
+"""All-gather attention: each rank's queries against its own keys, and those of other ranks that any rank sees.
 
 Keys and values are packed into one tensor for communication, token-major: tensors of several ranks concatenate
-contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too. Those of the whole
-row are in memory while a layer computes, and not saved. With many tokens a rank the heads are computed in two parts:
-the keys of the second are on their way while the first is computed, and the first's gradients during the second.
+contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too. Keys that no other
+rank sees stay where they are; the others are in memory on every rank while a layer computes, and not saved. With many
+tokens a rank the heads are computed in two parts: the keys of the second are on their way while the first is computed,
+and the first's gradients during the second.
 
 Letters: t tokens of a rank | T of all ranks | h key heads | d head dimension.
 """
@@ -20,7 +21,7 @@ from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention.kernels import choose
-from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.attention.shard import AttentionShard, Shared
 from workbench.sharding.attention.sinks import kept, through_sinks
 from workbench.sharding.collectives import start_gather, start_scatter_sum
 from workbench.sharding.mesh import Axis
@@ -43,7 +44,7 @@ def attend(
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
     Backward: keys and values are gathered again; their gradients are reduce-scattered in float32 or better. One
-              collective forward for each part of the heads, two backward.
+              collective forward for each part of the heads, two backward; none where every document is on one rank.
     Source:   all-gather form of context parallelism, Llama 3 report, arXiv 2407.21783, section 3.3.2.
     """
     return _Gathered.apply(query, key, value, shard, window, scale, sinks_H)
@@ -62,9 +63,10 @@ class _Gathered(Function):
         sinks_H: Tensor | None,
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
-        ctx.block = block = shard.block(window=window)
-        ctx.parts = parts = parts_of_heads(key.shape[1], key.shape[2]) if shard.outer.size > 1 else 1
-        arrivals = _start_gathers(key, value, parts, shard.outer, ctx.caller)
+        ctx.block = block = shard.gathered_block(window=window)
+        ctx.shared = shard.shared(window)
+        ctx.parts = parts = parts_of_heads(key.shape[1], key.shape[2]) if ctx.shared.count else 1
+        arrivals = _start_gathers(key, value, parts, ctx.shared, shard.outer, ctx.caller)
         outs, lses = [], []
         for part, arrive in zip(query.chunk(parts, 1), arrivals, strict=True):
             keys, values = arrive()
@@ -85,7 +87,7 @@ class _Gathered(Function):
         if sinks_H is not None:
             d_out, d_sinks_H = through_sinks(d_out, out, lse, sinks_H)
         axis: Axis = ctx.shard.outer
-        arrivals = _start_gathers(key, value, ctx.parts, axis, ctx.caller)
+        arrivals = _start_gathers(key, value, ctx.parts, ctx.shared, axis, ctx.caller)
         of_queries = zip(*(whole.chunk(ctx.parts, 1) for whole in (d_out, query, out, lse)), strict=True)
         d_queries, sums = [], []
         for (d_part, part, part_out, part_lse), arrive in zip(of_queries, arrivals, strict=True):
@@ -93,7 +95,7 @@ class _Gathered(Function):
                 d_part, part, *arrive(), part_out, part_lse, ctx.block, ctx.scale
             )
             d_queries.append(d_query)
-            sums.append(_start_sum(d_key, d_value, axis, ctx.caller))
+            sums.append(_start_sum(d_key, d_value, ctx.shared, axis, ctx.caller))
         d_keys, d_values = zip(*(arrive() for arrive in sums), strict=True)
         d_query, d_key, d_value = _joined(d_queries), _joined(d_keys), _joined(d_values)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
@@ -109,27 +111,46 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _start_gathers(
-    key: Tensor, value: Tensor, parts: int, axis: Axis, caller: str | None
+    key: Tensor, value: Tensor, parts: int, shared: Shared, axis: Axis, caller: str | None
 ) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-    """Start to gather keys and values of all ranks; for each part of the heads, what waits for [1, Hk, T, d] each."""
-    if axis.group is None:
+    """Start to gather shared keys and values; for each part of the heads, what waits for [1, Hk, k, d] each.
+
+    They are in the order of the ranks, this rank's own whole among them.
+    """
+    if not shared.count:
         return [lambda: (key, value)]
-    pairs = zip(key.chunk(parts, 1), value.chunk(parts, 1), strict=True)
-    starts = [start_gather(pack_key_value(*pair), axis, caller=caller) for pair in pairs]
-    return [functools.partial(_arrived, arrive) for arrive in starts]
+    packed = [pack_key_value(*pair) for pair in zip(key.chunk(parts, 1), value.chunk(parts, 1), strict=True)]
+    starts = [start_gather(own[shared.rows(axis.rank)], axis, caller=caller) for own in packed]
+    return [functools.partial(_arrived, own, arrive, axis) for own, arrive in zip(packed, starts, strict=True)]
 
 
-def _arrived(arrive: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    return unpack_key_value(arrive().flatten(0, 1))
+def _arrived(own: Tensor, arrive: Callable[[], Tensor], axis: Axis) -> tuple[Tensor, Tensor]:
+    gathered_R = arrive()
+    if gathered_R.shape[1] == len(own):
+        return unpack_key_value(gathered_R.flatten(0, 1))
+    return unpack_key_value(torch.cat([*gathered_R[: axis.rank], own, *gathered_R[axis.rank + 1 :]]))
 
 
-def _start_sum(d_key: Tensor, d_value: Tensor, axis: Axis, caller: str | None) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Start to sum gradients of keys and values over ranks; return what waits for this rank's share."""
-    if axis.group is None:
+def _start_sum(
+    d_key: Tensor, d_value: Tensor, shared: Shared, axis: Axis, caller: str | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start to sum gradients of shared keys and values over ranks; return what waits for those of this rank's keys."""
+    if not shared.count:
         return lambda: (d_key, d_value)
     both = pack_key_value(d_key, d_value, torch.promote_types(d_key.dtype, torch.float32))
-    arrive = start_scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=caller)
-    return lambda: unpack_key_value(arrive())
+    before, after = axis.rank * shared.count, (axis.size - 1 - axis.rank) * shared.count
+    own, rows = both[before : len(both) - after], shared.rows(axis.rank)
+    whole = len(own) == shared.count
+    pieces = both if whole else torch.cat([both[:before], own[rows], both[len(both) - after :]])
+    arrive = start_scatter_sum(pieces.unflatten(0, (axis.size, -1)), axis, caller=caller)
+
+    def summed() -> tuple[Tensor, Tensor]:
+        if whole:
+            return unpack_key_value(arrive())
+        own[rows] = arrive()
+        return unpack_key_value(own)
+
+    return summed
 
 
 def pack_key_value(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

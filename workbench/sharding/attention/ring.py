@@ -1,16 +1,16 @@
 """Ring attention: keys and values rotate around the ring, each rank's queries attend to them block by block.
 
 At step i, rank r has the keys and values of rank r - i, and sends them on before it computes with them. In backward
-their gradients rotate behind them, and from the last rank go back to their owner, summed over all ranks. The ring ends
-at the farthest rank that sees anything: where documents are whole or adjacent, after one hop or none. A fully masked
-block is not computed, but communication is the same on every rank.
+their gradients rotate behind them, and from the last rank go back to their owner, summed over all other ranks. Only
+keys that another rank sees travel, and only as far as the farthest rank that sees any: where documents are whole or
+adjacent, after one hop or none. Only queries that see a key of a block are computed with it, but communication is the
+same on every rank.
 
 Letters: R ranks | t tokens of a rank | d head dimension.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +24,6 @@ from workbench.sharding.attention.kernels import choose
 from workbench.sharding.attention.shard import AttentionShard, Block
 from workbench.sharding.attention.sinks import kept, through_sinks
 from workbench.sharding.collectives import start_rotation
-from workbench.sharding.mesh import Axis
 
 
 def attend(
@@ -72,14 +71,18 @@ class _Ring(Function):
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.window, ctx.scale = flight.caller(), shard, window, scale
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = lse = query.new_empty(0)
-        for step, (block, block_key, block_value) in enumerate(_rotation(key, value, shard, window, ctx.caller)):
+        rotation = _rotation(key, value, shard, window, ctx.caller)
+        _, block, own_key, own_value = next(rotation)  # what others need of them is on its way now
+        out, lse = choose(shard.kernel, query, own_key, block).forward(query, own_key, own_value, block, scale)
+        out, lse = out.to(wide), lse.double()  # rounded once, at the end
+        for queries, block, block_key, block_value in rotation:
             if block.is_empty:
                 continue
-            kernel = choose(shard.kernel, query, block_key, block)
-            block_out, block_lse = kernel.forward(query, block_key, block_value, block, scale)
-            block_out, block_lse = block_out.to(wide), block_lse.double()  # rounded once, at the end
-            out, lse = merge(out, lse, block_out, block_lse) if step else (block_out, block_lse)
+            part = query[:, :, queries]
+            kernel = choose(shard.kernel, part, block_key, block)
+            part_out, part_lse = kernel.forward(part, block_key, block_value, block, scale)
+            merged = merge(out[:, :, queries], lse[:, :, queries], part_out.to(wide), part_lse.double())
+            out[:, :, queries], lse[:, :, queries] = merged
         out = out if sinks_H is None else out * kept(lse, sinks_H)
         out, lse = out.to(query.dtype), lse.to(wide)
         ctx.save_for_backward(query, key, value, out, lse, sinks_H)
@@ -91,49 +94,57 @@ class _Ring(Function):
         d_sinks_H = None
         if sinks_H is not None:
             d_out, d_sinks_H = through_sinks(d_out, out, lse, sinks_H)
-        axis: Axis = ctx.shard.outer
+        shard: AttentionShard = ctx.shard
+        axis, shared = shard.outer, shard.shared(ctx.window)
         wide = torch.promote_types(query.dtype, torch.float32)
         delta = (d_out.to(wide) * out).sum(-1)
-        d_query = torch.zeros_like(query, dtype=wide)
+        rotation = _rotation(key, value, shard, ctx.window, ctx.caller)
+        _, block, own_key, own_value = next(rotation)
+        kernel = choose(shard.kernel, query, own_key, block)
+        d_owns = kernel.backward(d_out, query, own_key, own_value, out, lse, block, ctx.scale, delta)
+        d_query, d_key, d_value = (d_own.to(wide) for d_own in d_owns)
         arrive: Callable[[], Tensor] | None = None
-        hops = ctx.shard.outer_hops
-        rotation = _rotation(key, value, ctx.shard, ctx.window, ctx.caller)
-        for step, (block, block_key, block_value) in enumerate(rotation):
+        for step, (queries, block, block_key, block_value) in enumerate(rotation, start=1):
             d_kv = None
             if not block.is_empty:
-                kernel = choose(ctx.shard.kernel, query, block_key, block)
-                d_block_query, d_key, d_value = kernel.backward(
-                    d_out, query, block_key, block_value, out, lse, block, ctx.scale, delta
+                d_part, part, part_out, part_lse, part_delta = (
+                    whole[:, :, queries] for whole in (d_out, query, out, lse, delta)
                 )
-                d_query += d_block_query
-                d_kv = pack_key_value(d_key, d_value, wide)
+                kernel = choose(shard.kernel, part, block_key, block)
+                d_part_query, d_block_key, d_block_value = kernel.backward(
+                    d_part, part, block_key, block_value, part_out, part_lse, block, ctx.scale, part_delta
+                )
+                d_query[:, :, queries] += d_part_query
+                d_kv = pack_key_value(d_block_key, d_block_value, wide)
+            if d_kv is None:
+                d_kv = query.new_zeros(shared.count, 2 * key.shape[1], key.shape[3], dtype=wide)
             if arrive is not None:  # gradients of the same keys and values, accumulated by the previous ranks
-                accumulated = arrive()
-                d_kv = accumulated if d_kv is None else d_kv.add_(accumulated)
-            assert d_kv is not None, "each rank begins with its own keys, and sees them"
-            if hops:
-                places = 1 if step < hops else axis.size - hops  # from the last rank to the owner
-                arrive = start_rotation(d_kv, axis, places=places, caller=ctx.caller)
-            else:
-                arrive = functools.partial(_own, d_kv)
-        assert arrive is not None, "a rotation has at least one step"
-        d_key, d_value = unpack_key_value(arrive())
+                d_kv += arrive()
+            places = 1 if step < shared.hops else axis.size - shared.hops  # from the last rank to the owner
+            arrive = start_rotation(d_kv, axis, places=places, caller=ctx.caller)
+        if arrive is not None:
+            rows = shared.rows(axis.rank)
+            of_others_key, of_others_value = unpack_key_value(arrive())
+            d_key[:, :, rows] += of_others_key
+            d_value[:, :, rows] += of_others_value
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
-
-
-def _own(d_kv: Tensor) -> Tensor:
-    """Gradients that no other rank adds to."""
-    return d_kv
 
 
 def _rotation(
     key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, caller: str | None
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Keys and values of each rank in turn, this rank's first; the next ones are in flight while these are used."""
-    axis = shard.outer
-    both = pack_key_value(key, value)
-    for step in range(shard.outer_hops + 1):
-        arrive = start_rotation(both, axis, caller=caller) if step < shard.outer_hops else None
-        yield shard.block((axis.rank - step) % axis.size, window=window), *unpack_key_value(both)
-        if arrive is not None:
-            both = arrive()
+) -> Iterator[tuple[slice, Block, Tensor, Tensor]]:
+    """This rank's keys and values, then the shared ones of each rank before it; the next are in flight meanwhile.
+
+    Yields the places of the queries that see any, the block, keys and values.
+    """
+    axis, shared = shard.outer, shard.shared(window)
+    arrive = None
+    if shared.hops:
+        rows = shared.rows(axis.rank)
+        arrive = start_rotation(pack_key_value(key[:, :, rows], value[:, :, rows]), axis, caller=caller)
+    yield slice(None), shard.block(axis.rank, window=window), key, value
+    for step in range(1, shared.hops + 1):
+        assert arrive is not None, "it was started in the step before"
+        both = arrive()
+        arrive = start_rotation(both, axis, caller=caller) if step < shared.hops else None
+        yield *shard.shared_block((axis.rank - step) % axis.size, window=window), *unpack_key_value(both)

@@ -93,6 +93,26 @@ class Block:
         return self._cache[name]
 
 
+@dataclass(frozen=True)
+class Shared:
+    """The keys of each outer rank that queries of others see: a run of its tokens, as long on every rank.
+
+    Attributes:
+        first_G: place of the first of them among a rank's tokens.
+        count: how many of a rank's tokens; 0 where every document is on one rank.
+        hops: places in the ring of outer ranks from a rank to the farthest one that sees any of its keys. Of a document
+            every query sees the keys before it; a window may hide some that are counted.
+    """
+
+    first_G: tuple[int, ...]
+    count: int
+    hops: int
+
+    def rows(self, rank: int) -> slice:
+        """Places of a rank's shared keys among its tokens."""
+        return slice(self.first_G[rank], self.first_G[rank] + self.count)
+
+
 ALGORITHMS = ("gathered", "ring", "ulysses", "hybrid")
 ONE_INNER, ONE_OUTER = Axis("cp_inner"), Axis("cp_outer")
 
@@ -119,7 +139,7 @@ class AttentionShard:
     outer: Axis = ONE_OUTER
     real_T: Tensor | None = None
     attend: Callable[..., Tensor] | None = None
-    _blocks: dict[tuple[int | None, int | None], Block] = field(default_factory=dict, repr=False)
+    _blocks: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _orders: dict[tuple[torch.device, bool], Tensor | None] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -185,25 +205,69 @@ class AttentionShard:
             self._orders[device, back] = None if same else (order_s.argsort() if back else order_s).to(device)
         return self._orders[device, back]
 
-    @cached_property
-    def outer_hops(self) -> int:
-        """Places in the ring of outer ranks from the keys of a rank to the farthest rank that sees any of them.
+    def shared(self, window: int | None = None) -> Shared:
+        """The keys that others see, of every outer rank; cached.
 
-        Of a document every query sees the keys before it; a window may hide some that are counted.
+        The first query of another rank at or after a key sees it, if any does.
         """
-        count, ranks = self.outer_positions_Gs.shape[0], torch.arange(self.outer_positions_Gs.shape[0])
-        documents_Gs = self.documents_T[self.outer_positions_Gs]
-        shape, end = (count, int(self.documents_T[-1]) + 1), len(self.documents_T)
-        first_GN = torch.full(shape, end).scatter_reduce_(1, documents_Gs, self.outer_positions_Gs, "amin")
-        last_GN = torch.full(shape, -1).scatter_reduce_(1, documents_Gs, self.outer_positions_Gs, "amax")
-        hops = [hop for hop in range(1, count) if bool((last_GN[ranks] >= first_GN[(ranks - hop) % count]).any())]
-        return max(hops, default=0)
+        return self._once(("shared", window), lambda: self._find_shared(window))
+
+    def _find_shared(self, window: int | None) -> Shared:
+        positions_Gs, total = self.outer_positions_Gs, len(self.documents_T)
+        ranks, tokens = positions_Gs.shape
+        rank_T = torch.empty(total, dtype=torch.int64)
+        rank_T[positions_Gs] = torch.arange(ranks)[:, None].expand(-1, tokens)
+        _, lengths = torch.unique_consecutive(rank_T, return_counts=True)
+        other_T = lengths.cumsum(0).repeat_interleave(lengths)  # first position after this one on another rank
+        seen_T = (other_T < total) & (self.documents_T == self.documents_T[other_T.clamp_max(total - 1)])
+        if window is not None:
+            seen_T &= other_T - torch.arange(total) < window
+        places = [seen_s.nonzero()[:, 0] for seen_s in seen_T[positions_Gs]]
+        count = max(int(place[-1] - place[0]) + 1 if len(place) else 0 for place in places)
+        starts_G = (min(int(place[0]), tokens - count) if len(place) else 0 for place in places)
+        if not count:
+            return Shared(tuple(starts_G), 0, 0)
+        documents_Gs, shape = self.documents_T[positions_Gs], (ranks, int(self.documents_T[-1]) + 1)
+        first_GN = torch.full(shape, total).scatter_reduce_(1, documents_Gs, positions_Gs, "amin")
+        last_GN = torch.full(shape, -1).scatter_reduce_(1, documents_Gs, positions_Gs, "amax")
+        seen_by = [hop for hop in range(1, ranks) if bool((last_GN.roll(-hop, 0) >= first_GN).any())]
+        return Shared(tuple(starts_G), count, max(seen_by))
+
+    def shared_block(self, source: int, *, window: int | None = None) -> tuple[slice, Block]:
+        """The shared keys of another rank, and this rank's queries from the first to the last that sees one; cached.
+
+        Returns:
+            Places of these queries among this rank's tokens, and the block.
+        """
+        return self._once(("shared block", source, window), lambda: self._find_shared_block(source, window))
+
+    def _find_shared_block(self, source: int, window: int | None) -> tuple[slice, Block]:
+        key_k = self.outer_positions_Gs[source][self.shared(window).rows(source)]
+        seeing = self._block_of(slice(None), key_k, window).sees_q.nonzero()[:, 0]
+        queries = slice(int(seeing[0]), int(seeing[-1]) + 1) if len(seeing) else slice(0, 0)
+        return queries, self._block_of(queries, key_k, window)
+
+    def gathered_block(self, *, window: int | None = None) -> Block:
+        """This rank's queries against its own keys, all, and the shared ones of the others, in rank order; cached."""
+
+        def make() -> Block:
+            shared = self.shared(window)
+            key_Gs = [key_s[shared.rows(rank)] for rank, key_s in enumerate(self.outer_positions_Gs)]
+            key_Gs[self.outer.rank] = self.outer_positions_Gs[self.outer.rank]
+            return self._block_of(slice(None), torch.cat(key_Gs), window)
+
+        return self._once(("gathered block", window), make)
 
     def block(self, source: int | None = None, *, window: int | None = None) -> Block:
         """This rank's queries against the keys of one outer rank, or of all in rank order; cached."""
-        if (source, window) not in self._blocks:
-            query_s = self.outer_positions_Gs[self.outer.rank]
-            key_k = self.outer_positions_Gs.flatten() if source is None else self.outer_positions_Gs[source]
-            block = Block(query_s, key_k, self.documents_T[query_s], self.documents_T[key_k], window)
-            self._blocks[source, window] = block
-        return self._blocks[source, window]
+        key_k = self.outer_positions_Gs.flatten() if source is None else self.outer_positions_Gs[source]
+        return self._once(("block", source, window), lambda: self._block_of(slice(None), key_k, window))
+
+    def _block_of(self, queries: slice, key_k: Tensor, window: int | None) -> Block:
+        query_q = self.outer_positions_Gs[self.outer.rank][queries]
+        return Block(query_q, key_k, self.documents_T[query_q], self.documents_T[key_k], window)
+
+    def _once(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        if name not in self._blocks:
+            self._blocks[name] = make()
+        return self._blocks[name]

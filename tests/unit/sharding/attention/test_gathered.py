@@ -51,6 +51,20 @@ def test_half_precision_is_summed_over_ranks_in_float32(monkeypatch):
     assert_right(by_rank, (4, 2), atol=0.15)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_travel_that_another_rank_sees_and_no_others(window, monkeypatch):
+    travelled = []
+
+    def watched(value, axis, plain=gathered.start_gather, **how):
+        travelled.append(len(value))
+        return plain(value, axis, **how)
+
+    monkeypatch.setattr(gathered, "start_gather", watched)
+    assert_right(by_ranks("contiguous", 4, "gathered", (4, 2), window=window), (4, 2), window)
+    [count] = set(travelled)
+    assert count == (2 if window else 4)  # of 8
+
+
 def test_are_interleaved_per_token_and_unpacked_as_views():
     key, value = torch.randn(2, 1, 3, 5, 4)
     both = pack_key_value(key, value)

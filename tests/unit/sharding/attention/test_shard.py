@@ -169,3 +169,33 @@ def test_derived_values_are_computed_once():
     results = [made.once(name, lambda name=name: calls.append(name) or [name]) for name in ("a", "b", "a")]
     assert (calls, results) == (["a", "b"], [["a"], ["b"], ["a"]])
     assert results[0] is results[2]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("cp", "inner"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_shared_keys_are_those_that_another_rank_sees_and_a_block_has_the_queries_that_see_one(
+    order, cp, inner, window
+):
+    shards = [shard(order, "hybrid", rank, cp=cp, inner=inner) for rank in range(cp)]
+    ranks = {each.outer.rank: each for each in shards}
+    needed = {}
+    for source in ranks:
+        seen_k = torch.zeros(len(DOCUMENTS) // len(ranks), dtype=torch.bool)
+        for rank, each in ranks.items():
+            if rank != source:
+                seen_k |= each.block(source, window=window).allowed_qk.any(0)
+        needed[source] = seen_k.nonzero()[:, 0].tolist()
+    [shared] = {each.shared(window) for each in shards}
+    assert shared.count == max(places[-1] - places[0] + 1 if places else 0 for places in needed.values())
+    for source, places in needed.items():
+        rows = list(range(len(DOCUMENTS) // len(ranks)))[shared.rows(source)]
+        assert len(rows) == shared.count
+        assert set(places) <= set(rows)
+        for rank in ranks.keys() - {source}:
+            allowed_qk = ranks[rank].block(source, window=window).allowed_qk
+            queries, block = ranks[rank].shared_block(source, window=window)
+            assert torch.equal(block.allowed_qk, allowed_qk[queries][:, shared.rows(source)])
+            assert int(block.allowed_qk.sum()) == int(allowed_qk.sum())
+            seeing = allowed_qk.any(1).nonzero()[:, 0].tolist()
+            assert (queries.start, queries.stop) == ((seeing[0], seeing[-1] + 1) if seeing else (0, 0))
