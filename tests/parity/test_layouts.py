@@ -25,6 +25,8 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "pp2_dp2": {"pp": 2, "dp": 2, "pipeline_schedule": "gpipe"},
 }
+MEASURED = ("dp2_cp2", "pp2_dp2")
+"""Layouts whose metrics are compared."""
 
 
 def settings(layout, **more):
@@ -53,12 +55,27 @@ def truth():
     }
 
 
+@pytest.fixture(scope="module")
+def on_ranks(truth, tmp_path_factory):
+    """Every rank's results of all cases in a layout; those that several tests look at are computed once."""
+    known = {}
+
+    def found(name):
+        if name in known:
+            return known[name]
+        cases = [(settings(LAYOUTS[name], **more), documents) for documents, more, _ in truth.values()]
+        world = LayoutSpec(**LAYOUTS[name]).world_size
+        answers = run_ranks(many_steps, world, tmp_path_factory.mktemp(name), cases)
+        if name in MEASURED:
+            known[name] = answers
+        return answers
+
+    return found
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
-    layout = LAYOUTS[name]
-    world = LayoutSpec(**layout).world_size
-    cases = [(settings(layout, **more), documents) for documents, more, _ in truth.values()]
-    per_rank = run_ranks(many_steps, world, tmp_path, cases)
+def test_layout_gives_the_oracles_gradients(name, truth, on_ranks):
+    layout, per_rank = LAYOUTS[name], on_ranks(name)
     for number, (case, (_, _, (expected_loss, expected, logprobs))) in enumerate(truth.items()):
         for rank, answers in enumerate(per_rank):
             context = f"{name}, case {case}, rank {rank}"
@@ -75,21 +92,20 @@ def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
         assert 0 in idle, "one rank of the idle case must have had nothing to train"
 
 
-def test_trained_tokens_are_the_same_set_in_every_layout(truth, tmp_path):
+def test_trained_tokens_are_the_same_set_in_every_layout(truth, on_ranks):
     documents, _, _ = truth["token"]
     whole = torch.tensor([m for d in documents for m in d["loss_mask"]]).bool()
-    answers = run_ranks(many_steps, 4, tmp_path, [(settings(LAYOUTS["dp2_cp2"]), documents)])
     tokens = torch.tensor([t for d in documents for t in d["tokens"]])
-    kept = answers[0][0]["tokens"]
+    kept = on_ranks("dp2_cp2")[0][list(truth).index("token")]["tokens"]
     assert torch.equal(kept["trained"], whole)
     assert torch.equal(kept["targets"][whole], tokens[whole])
 
 
-@pytest.mark.parametrize("name", ["dp2_cp2", "pp2_dp2"])
-def test_metrics_are_those_of_one_rank(name, truth, tmp_path):
-    documents, _, _ = truth["token"]
+@pytest.mark.parametrize("name", MEASURED)
+def test_metrics_are_those_of_one_rank(name, truth, on_ranks):
+    documents, _, _ = truth["micro_batches"]
     expected = one_step(settings({}), documents)["metrics"]
-    answers = run_ranks(many_steps, 4, tmp_path, [(settings(LAYOUTS[name], data={"micro_batches": 2}), documents)])
     assert expected["tokens/trained/sum"] == sum(sum(d["loss_mask"]) for d in documents)
-    for rank, answer in enumerate(answers):
-        assert answer[0]["metrics"] == pytest.approx(expected, rel=1e-10), f"rank {rank}"
+    for rank, answers in enumerate(on_ranks(name)):
+        metrics = answers[list(truth).index("micro_batches")]["metrics"]
+        assert metrics == pytest.approx(expected, rel=1e-10), f"rank {rank}"

@@ -235,8 +235,8 @@ def _wide(value: Any) -> Any:
 def unit(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance of neighbours of a dtype around float64 values; at zero that of the smallest normal number."""
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(values.abs().clamp(min=info.tiny))
-    return torch.ldexp(torch.ones_like(values), exponent - MANTISSA[dtype])
+    exponent = values.abs().clamp(info.tiny, info.max).view(torch.int64) >> 52  # of float64, whose sign is 0 here
+    return (exponent + (1 - MANTISSA[dtype]) << 52).view(torch.float64)
 
 
 def stochastic(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

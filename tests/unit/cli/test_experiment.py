@@ -111,7 +111,7 @@ def test_runs_without_certificates_are_refused(ran, tmp_path, capsys):
 def test_writes_the_page_from_the_saved_comparison(tmp_path, capsys, monkeypatch):
     warm.kernels(tmp_path / "jupyter")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
-    comparison = comparisons.layout_parity()
+    comparison = comparisons.several(2)
     comparison.save(tmp_path / "comparison.json")
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'report.html'}\n"

@@ -1,6 +1,7 @@
 """The ratio at step 0 on the report page: of synthetic runs, and of the records of experiments that ran on a GPU."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_every_layout_of_the_record_starts_at_exactly_1():
     ratios = [first_ratio(c) for c in comparison.configurations]
     assert len(ratios) >= 5
     assert all(ratio.exact and (ratio.shared or "planted: missing_cp_factor" in ratio.differences) for ratio in ratios)
-    assert "Ratio at step 0" in page(comparison)
+    assert "Ratio at step 0" in page(replace(comparison, configurations=comparison.configurations[:2]))
 
 
 def test_the_temperature_moved_it_most_in_the_record_of_bfloat16():

@@ -8,7 +8,7 @@ import pytest
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.records.directory import RunDirectory
 from workbench.report.notebook import _cells
-from workbench.report.online import PANELS, online_answer, online_curves, online_groups, smooth
+from workbench.report.online import PANELS, online_answer, online_curves, online_groups, online_table, smooth
 from workbench.report.page import page
 from workbench.specs.run import RunSpec
 
@@ -190,13 +190,13 @@ def test_the_page_has_the_section_with_figure_and_table_for_online_runs_only():
     assert "0.323 (one seed)" in section
     assert '<td class="number">0.35</td>' in section
     assert text.index(SECTION) < text.index("<h2>Verdicts")
-    assert '<td class="number">0.75 s</td>' in page(Comparison("x", "?", [configuration("a", steps=timed)]))
+    assert '<td class="number">0.75 s</td>' in online_table(Comparison("x", "?", [configuration("a", steps=timed)]))
     assert "Does it learn?" in text
     assert "baseline of none" in text
     assert "there is nothing to compare" not in text
-    recorded = Comparison("x", "?", [Configuration("a", RunSpec().model_dump(mode="json"), steps=records(0))])
-    assert SECTION not in page(recorded)
-    assert "there is nothing to compare" in page(recorded)
+    recorded = page(Comparison("x", "?", [Configuration("a", RunSpec().model_dump(mode="json"), steps=records(0))]))
+    assert SECTION not in recorded
+    assert "there is nothing to compare" in recorded
 
 
 def test_a_failed_online_run_is_counted_next_to_the_others():

@@ -16,7 +16,7 @@ from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
 from workbench.report import figures, style
 from workbench.report.evidence import worst_share
-from workbench.report.page import _norm_ratios, page, write_report
+from workbench.report.page import _failed_runs, _norm_ratios, page, write_report
 
 SECTIONS = [
     "What differs between configurations",
@@ -109,11 +109,11 @@ def test_the_same_comparison_gives_the_same_bytes(text, comparison, tmp_path):
 
 def test_settings_have_one_order_before_and_after_saving(comparison, tmp_path):
     """Two settings that the alphabet puts the other way round than the spec: fused_loss, then chunk_tokens."""
-    one = comparison.configurations[2]
+    reference, one = comparison["one_rank-float64"], comparison["tp2-float64"]
     policy = one.settings["policy"] | {"fused_loss": True, "chunk_tokens": 64}
     assert [key for key in policy if key in ("fused_loss", "chunk_tokens")] == ["fused_loss", "chunk_tokens"]
     other = replace(one, settings=one.settings | {"policy": policy})
-    changed = replace(comparison, configurations=[other if c is one else c for c in comparison.configurations])
+    changed = replace(comparison, configurations=[reference, other])
     changed.save(tmp_path / "comparison.json")
     assert page(Comparison.load(tmp_path / "comparison.json")) == page(changed)
 
@@ -152,7 +152,7 @@ def test_parameters_judged_by_the_floor_are_listed_and_all_parameters_are_there(
 def test_no_floored_parameters_are_reported(comparison):
     c = comparison["tp2-float64"]
     own = replace(c, parameters=[replace(p, judged_by="gradient") for p in c.parameters])
-    assert "none needed the floor" in page(Comparison("x", "?", [comparison["one_rank-float64"], own]))
+    assert "none needed the floor" in _norm_ratios(Comparison("x", "?", [comparison["one_rank-float64"], own]))
 
 
 def test_where_nothing_was_judged_the_page_speaks_of_no_reference_and_no_floor(text, comparison):
@@ -176,7 +176,7 @@ def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
 
 def test_no_failed_runs_are_reported(comparison):
     well = Comparison("x", "?", [comparison["one_rank-float64"], comparison["tp2-float64"]])
-    assert "None: every run ended well." in page(well)
+    assert "None: every run ended well." in _failed_runs(well)
 
 
 def test_provenance_is_shown(text):
@@ -235,8 +235,9 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
 
 def test_a_figure_next_to_the_page_is_redrawn(comparison, tmp_path):
     (tmp_path / "verdicts.svg").write_text("of another comparison")
-    write_report(comparison, tmp_path / "report.html")
-    assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(comparison), outlines=True)
+    small = replace(comparison, configurations=[comparison["one_rank-float64"], comparison["tp2-float64"]])
+    write_report(small, tmp_path / "report.html")
+    assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(small), outlines=True)
 
 
 def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
