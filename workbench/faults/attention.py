@@ -156,8 +156,10 @@ def _own_normaliser(right: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tenso
 
 
 def _first_keys(_: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value, _, lse = args[:5]  # a rank's own keys come first, and are stored with its query
-    return *query.__dict__.setdefault("first_keys", (key.clone(), value.clone())), lse
+    query, key, value, _, lse = args[:5]
+    whole = query if query._base is None else query._base  # later blocks have some of the queries
+    first = whole.__dict__.setdefault("first_keys", (key.clone(), value.clone()))  # a rank's own, which come first
+    return *(own[:, :, : key.shape[2]] for own in first), lse
 
 
 @fault(
