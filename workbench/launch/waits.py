@@ -16,8 +16,10 @@ Not detected: ranks that all hang outside of collectives (none waits), and two e
 wrongly (same name, shape and dtype); the latter show at the first that differs, or at the end.
 
 If two ranks disagree, the one that left its own habit is wrong, because training repeats itself. A habit is of calls,
-since rows change their length from step to step; if all ranks kept to theirs, it is of shapes too. If that does not
-decide (a first step has no habit), the smaller party of three or more is wrong. If neither does, the message says so.
+since rows change their length from step to step; if all ranks kept to theirs, it is of shapes too. Attention exchanges
+keys only in rows that need it: where that makes a step unlike all before, the habit is of the calls over one axis. If
+that does not decide (a first step has no habit), the smaller party of three or more is wrong. If neither does, the
+message says so.
 """
 
 from __future__ import annotations
@@ -189,7 +191,14 @@ def _blame(by_rank: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wai
 
 
 def _habit(entries: Sequence[Entry], entry: Entry) -> Sequence[Entry]:
-    """Entries of a rank after the longest earlier stretch that equals the one before an entry; () without one."""
+    """Entries of a rank after the longest earlier stretch that equals the one before an entry; () without one.
+
+    If there is no such stretch of all its entries, of those over the entry's own axis.
+    """
+    return _after_the_same(entries, entry) or _after_the_same([o for o in entries if o.axis == entry.axis], entry)
+
+
+def _after_the_same(entries: Sequence[Entry], entry: Entry) -> Sequence[Entry]:
     place = next(index for index, other in enumerate(entries) if other.number == entry.number)
     kinds = [_call(other) for other in entries[:place]]
     longest, match = _HABIT - 1, 0

@@ -8,7 +8,7 @@ from workbench.launch.waits import find_waits, format_ranks
 from workbench.sharding.flight import CAPACITY, Entry, FlightView
 
 SECOND = 10**9
-AXES = {"cp": 7, "tp": 8}
+AXES = {"cp": 7, "tp": 8, "dp_cp": 7}
 
 
 def record(rank, *collectives, members=(0, 1), waits=False, begun=0, ended=False, before=0):
@@ -17,14 +17,15 @@ def record(rank, *collectives, members=(0, 1), waits=False, begun=0, ended=False
     entries, seqs = [], {}
     for index, each in enumerate(collectives):
         name, shape, axis = (each.split() + ["2", "cp"][len(each.split()) - 1 :])[:3]
-        seqs[axis] = seqs.get(axis, before) + 1
+        group = AXES[axis]
+        seqs[group] = seqs.get(group, before) + 1
         entered = (begun + index) * SECOND
         last = index == len(collectives) - 1
         entries.append(
             Entry(
                 before + index + 1,
-                seqs[axis],
-                AXES[axis],
+                seqs[group],
+                group,
                 name,
                 axis,
                 members,
@@ -130,6 +131,14 @@ def test_a_habit_is_of_calls_where_rows_change_their_length():
     [wait] = found(record(0, *begun, "sum 99", waits=True), record(1, *begun, "loss 1", waits=True))
     assert (wait.rank, wait.kind) == (1, "skipped")
     assert wait.why == "it skipped that sum of 99 float32 and went on to loss of 1 float32 [step.py:4]"
+
+
+def test_where_a_step_has_exchanges_that_none_before_had_the_calls_over_one_axis_are_the_habit():
+    usual = ("grads 9 dp_cp", "loss 1 dp_cp", "tokens 1 dp_cp", "largest 1 dp_cp")
+    first = (*usual, *usual, "gather", "scatter")
+    [wait] = found(record(0, *first, "grads 9 dp_cp", waits=True), record(1, *first, "loss 1 dp_cp", waits=True))
+    assert (wait.rank, wait.kind, wait.entry.name) == (1, "skipped", "grads")
+    assert wait.why == "it skipped that grads of 9 float32 and went on to loss of 1 float32 [step.py:4]"
 
 
 def test_where_all_made_the_usual_call_the_usual_shape_decides():
