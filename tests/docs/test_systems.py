@@ -54,8 +54,10 @@ def test_the_three_commands(page, tmp_path, monkeypatch):
     text = page.read_text()
     monkeypatch.chdir(tmp_path)
     (agrees, doubted, compared) = executed(text, tmp_path)
-    said = [int(code) for code in re.findall(r"\((?:exit code )?(\d)\)", text)]
-    assert [code for code, _ in (agrees, doubted, compared)] == said == [0, 1, 1], [out for _, out in (agrees, doubted)]
+    codes = [int(code) for code in re.findall(r"\((?:exit code )?(\d)\)", text)]
+    assert [code for code, _ in (agrees, doubted, compared)] == codes == [0, 1, 1], [
+        out for _, out in (agrees, doubted)
+    ]
     assert agrees[1].startswith("agrees")
     assert [stage for stage in STAGES if re.search(rf"^{stage}\s+agrees", agrees[1], re.MULTILINE)] == decided()[
         page.stem

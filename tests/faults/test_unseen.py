@@ -498,7 +498,7 @@ def test_stale_keys_do_not_affect_layers_above_attention():
         "input_layernorm.weight",
         *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")),
     }
-    assert pair.cosine < 0.98
+    assert pair.cosine < 0.95
 
 
 def test_tiled_heads_move_every_token():

@@ -159,7 +159,7 @@ def _first_keys(_: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tenso
     query, key, value, _, lse = args[:5]
     whole = query if query._base is None else query._base  # later blocks have some of the queries
     first = whole.__dict__.setdefault("first_keys", (key.clone(), value.clone()))  # a rank's own, which come first
-    return *(own[:, :, : key.shape[2]] for own in first), lse
+    return *(own[:, :, -key.shape[2] :] for own in first), lse  # at the end are those that later ranks see
 
 
 @fault(

@@ -495,6 +495,7 @@ def _prepared(
 
 
 _tiny = functools.lru_cache(maxsize=8)(_prepared)
+"""`_prepared`, kept. Eight, by convention: settings of a run and of those it is compared with, a megabyte each."""
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
