@@ -1,9 +1,10 @@
 """Cost of the output head: log-probabilities and gradients from hidden states, ours and others', in one run.
 
 Everything is measured against the lower bound: three GEMMs forward and backward (one for log-probabilities alone), by
-cuBLAS, in the same run. A round runs every contender once, in a new random order; a sample is the mean of two passes
-after one that is not counted, so that the device is equally busy and warm for each. Errors are against float64 of the
-same operands. Without a GPU one tiny size is run, without bars.
+cuBLAS, in the same run. A round runs every contender once, in a new random order; a sample is the mean of passes for a
+tenth of a second, after as many that are not counted: a GPU that has just been idle is above its power limit for a
+while, and faster than in training. Errors are against float64 of the same operands. Without a GPU one tiny size is run,
+without bars.
 
 Units: milliseconds between device events; GiB beyond the operands and both gradients.
 """
@@ -11,6 +12,7 @@ Units: milliseconds between device events; GiB beyond the operands and both grad
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -26,8 +28,8 @@ from experiments.head.workloads import SIZES, SIZES_WITHOUT_GPU, Size, Truth, Wo
 from workbench.records.provenance import project_root, provenance
 
 ROUNDS = 5
-PASSES = 2
-"""Passes in a sample, after one that is not counted."""
+SAMPLE_MS = 100.0
+"""Least duration of a sample, and of what runs before it and is not counted."""
 
 GIB = float(1 << 30)
 HOPELESS = 40.0
@@ -136,21 +138,28 @@ def interleaved(
 
 def _sample_ms(work: Workload, one: Pass) -> float:
     _clear(work)
-    one()
+    one()  # allocates
+    passes = math.ceil(SAMPLE_MS / _passes_ms(work, one, 1))
+    _passes_ms(work, one, passes)
+    return _passes_ms(work, one, passes) / passes
+
+
+def _passes_ms(work: Workload, one: Pass, passes: int) -> float:
+    """Milliseconds that some passes take, one after another."""
     if work.hidden_TD.device.type != "cuda":
         start = time.perf_counter()
-        for _ in range(PASSES):
+        for _ in range(passes):
             _forget(work)
             one()
-        return 1e3 * (time.perf_counter() - start) / PASSES
+        return 1e3 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(PASSES):
+    for _ in range(passes):
         _forget(work)
         one()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / PASSES
+    return begin.elapsed_time(end)
 
 
 def _extra_memory(work: Workload, one: Pass) -> float | None:

@@ -99,7 +99,7 @@ class Policy:
     temperature: float
     implementation: str
     fp32_head: bool = False
-    chunk_tokens: int = 4096
+    chunk_tokens: int | None = None
     keep_bytes: int = 0
     trunk: nn.Module | None = None
     exact: Exact | None = None
@@ -354,7 +354,7 @@ def load_policy(
     tied: bool | None = None,
     seed: int = 0,
     fp32_head: bool = False,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
     keep_bytes: int = 0,
     shard_parameters: bool = False,
     sequence_parallel: bool = False,

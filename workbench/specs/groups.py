@@ -211,12 +211,17 @@ class PolicySpec(Group):
     sampler (top-k, top-p, min-p), replayed token by token from the rollouts; entropies stay those of the vocabulary."""
     fp32_head: bool = False
     """Cast hidden states and head to float32 before their GEMM, in a run that computes in bfloat16 or float16."""
-    # logits of 4096 rows and 151 936 words, as Qwen3 has, are 2.5 GB in float32
     chunk_tokens: int = Field(4096, ge=1)
-    """Rows whose logits exist at a time, for chunked and triton."""
+    """Rows whose logits exist at a time, for chunked and triton. The default stands for the logits of 4096 rows with
+    Qwen3's vocabulary: more rows where a rank has a smaller one."""
     keep_bytes: int = Field(0, ge=0)
     """Memory for head outputs saved for backward, for chunked and triton: saved chunks cost three GEMMs with the
     head, others four."""
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """``chunk_tokens`` as `logprobs.token_logprobs` takes it: None for the default."""
+        return self.chunk_tokens if "chunk_tokens" in self.changed else None
 
     @model_validator(mode="after")
     def _check_chunked_settings(self) -> PolicySpec:

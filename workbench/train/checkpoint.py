@@ -64,7 +64,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         tied=model.tied,
         seed=model.seed,
         fp32_head=head.fp32_head,
-        chunk_tokens=head.chunk_tokens,
+        chunk_tokens=head.chunk_rows,
         keep_bytes=head.keep_bytes,
         shard_parameters=layout.shard_parameters,
         checkpointing=layout.checkpointing,

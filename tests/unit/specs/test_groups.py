@@ -4,7 +4,7 @@ import pytest
 
 from workbench.errors import SpecError
 from workbench.rollouts.advantages.registry import ESTIMATORS
-from workbench.specs.groups import AdvantageSpec, LayoutSpec
+from workbench.specs.groups import AdvantageSpec, LayoutSpec, PolicySpec
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
 
@@ -77,3 +77,8 @@ class TestLayout:
 def test_every_estimator_of_advantages_can_be_named():
     known = AdvantageSpec.model_fields["name"].annotation.__args__
     assert set(known) == {"recorded", *ESTIMATORS}
+
+
+def test_the_default_of_chunk_tokens_leaves_the_rows_to_the_head():
+    assert PolicySpec().chunk_rows is None
+    assert PolicySpec(logprobs="chunked", chunk_tokens=8).chunk_rows == 8

@@ -58,7 +58,7 @@ def token_logprobs(
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
     keep_bytes: int = 0,
 ) -> TokenLogprobs:
     """Log-probability of each target under the output head, and further statistics of its distribution.
@@ -83,7 +83,8 @@ def token_logprobs(
         fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.
-        chunk_tokens: rows whose logits exist at a time; for chunked and triton.
+        chunk_tokens: rows whose logits exist at a time, for chunked and triton. None: 4,096, or with a vocabulary
+            smaller than Qwen3's as many rows as have the same number of logits.
         keep_bytes: how much may be saved for backward. A saved chunk costs 3 GEMMs with the head, forward and
             backward together; a recomputed one 4; for chunked and triton.
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from workbench.errors import SpecError
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import (
     Accumulators,
@@ -30,10 +29,12 @@ from workbench.policy.logprobs.engine import (
     Engine,
     Keep,
     RowGradients,
+    check_budgets,
+    default_chunk,
     plan_chunks,
     rows_with_gradient,
 )
-from workbench.policy.logprobs.head import FIELDS, Head, TokenLogprobs, active_rows, check_rows, make_head, upcast
+from workbench.policy.logprobs.head import FIELDS, Head, TokenLogprobs, active_rows, make_head, queue_row_checks, upcast
 from workbench.policy.logprobs.truncated_support import SupportChunk, TruncatedSupport, check_support, full_where_empty
 from workbench.policy.logprobs.truncated_support import backward as kept_backward
 from workbench.policy.logprobs.truncated_support import forward as kept_forward
@@ -54,7 +55,7 @@ def token_logprobs(
     support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
     keep_bytes: int = 0,
     **head_settings: Any,
 ) -> TokenLogprobs:
@@ -68,16 +69,13 @@ def token_logprobs(
               rank. Weight and bias are accumulated in float32 over all chunks, then cast once.
     Raises:   ShapeError, SpecError: see `head` and `truncated_support`.
     """
-    if chunk_tokens < 1 or keep_bytes < 0:
-        raise SpecError(
-            f"token_logprobs: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
-            rule="a chunk has at least one row, and a budget is not negative",
-            fix="leave them at 4096 and 0, or raise keep_bytes for fewer GEMMs in backward",
-        )
+    check_budgets("token_logprobs", chunk_tokens, keep_bytes)
     if fp32_head:
         hidden_TD, weight_VD = upcast(hidden_TD), upcast(weight_VD)
     head, outputs = make_head(weight_VD, **head_settings), frozenset(outputs)
-    count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
+    counted = queue_row_checks(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
+    first_engine = engine(head)
+    count = counted()
     if support is not None:
         check_support(support, targets_T, head)
     if head.axis is not None:
@@ -88,7 +86,8 @@ def token_logprobs(
         rows, hidden_TD = rows.at(index_A), hidden_TD.index_select(0, index_A)
     leaves = hidden_TD, weight_VD, head.bias_V
     with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    call = _Call(head, engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
+    chunk_tokens = chunk_tokens or default_chunk(head)
+    call = _Call(head, engine, first_engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
     head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, head.bias_V, call))
     if rows.support is not None:
         head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))
@@ -132,6 +131,7 @@ class _Call:
 
     Attributes:
         make_engine: of the head; forward and backward have one each, so that no buffer is idle between them.
+        first_engine: of forward, which takes it.
         keep_bytes: how much may be saved; 0 without gradient.
         saved_chunks: chunks whose backward has not run, with their rows.
         overflowed_A: rows that the engine could not represent, on their device; None: there are none.
@@ -139,12 +139,18 @@ class _Call:
 
     head: Head
     make_engine: Callable[[Head], Engine]
+    first_engine: Engine | None
     rows: Rows
     requested: frozenset[str]
     chunk_tokens: int
     keep_bytes: int
     saved_chunks: list[tuple[slice, Chunk]] = field(default_factory=list)
     overflowed_A: Tensor | None = None
+
+    def take_engine(self) -> Engine:
+        """Engine of forward, which alone holds it."""
+        engine, self.first_engine = self.first_engine, None
+        return engine or self.make_engine(self.head)
 
     def forward(
         self, engine: Engine, hidden_AD: Tensor, place: slice | Tensor, keep: Keep
@@ -206,7 +212,7 @@ class _DriverFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, *call.rows.tensors())
         ctx.call = call
-        engine, outputs = call.make_engine(call.head), call.empty_outputs()
+        engine, outputs = call.take_engine(), call.empty_outputs()
         all_exact = True
         to_save = _chunks_to_save(engine, len(call.rows), call.chunk_tokens, call.keep_bytes)
         for number, piece in enumerate(plan_chunks(len(call.rows), call.chunk_tokens)):

@@ -39,17 +39,26 @@ from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.coefficients import scale_
 from workbench.policy.logprobs.driver import Rows
-from workbench.policy.logprobs.engine import Accumulators, Couples, Engine, count_gemms, plan_rows
+from workbench.policy.logprobs.engine import (
+    Accumulators,
+    Couples,
+    Engine,
+    check_budgets,
+    count_gemms,
+    default_chunk,
+    plan_rows,
+)
 from workbench.policy.logprobs.fused_pass import GradientPass, RowLoss
 from workbench.policy.logprobs.head import (
     Head,
     TokenLogprobs,
     active_rows,
-    check_rows,
     computed_rows,
     make_head,
+    queue_row_checks,
     upcast,
 )
+from workbench.policy.logprobs.host import HostCopy
 from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support, full_where_empty
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
@@ -95,7 +104,7 @@ def fused_loss(
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
     keep_bytes: int = 0,
 ) -> FusedLoss:
     """Compute the loss of a row and its gradients together in the forward pass.
@@ -122,7 +131,8 @@ def fused_loss(
               SpecError: an unknown setting, a loss_fn that is not pure, a second backward.
     Source:   gradient in the forward pass, for cross entropy: Liger Kernel, arXiv 2410.10989.
     """
-    _check(couples, accumulate, chunk_tokens, keep_bytes)
+    _check(couples, accumulate)
+    check_budgets("fused_loss", chunk_tokens, keep_bytes)
     check_shapes(
         "fused_loss", targets_T=targets_T, document_ids_T=document_ids_T, expected_logprobs_T=expected_logprobs_T
     )
@@ -134,13 +144,22 @@ def fused_loss(
     )
     if couples == "auto":
         couples = "token" if document_ids_T is None else "document"
-    by_document = couples == "document" and document_ids_T is not None
-    ids_T, computed_T = _queued_for_host(document_ids_T if by_document else None, targets_T, active_T)
-    count = check_rows(head, hidden, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
+    labels = None
+    if couples == "document" and document_ids_T is not None:
+        labels = HostCopy(document_ids_T), HostCopy(computed_rows(targets_T, active_T))
+    counted = queue_row_checks(head, hidden, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
+    engine = _engine(implementation, weight)(head)
+    sum_dtype = head.wide if accumulate == "float32" else weight.dtype
+    chunk_tokens = chunk_tokens or default_chunk(head)
+    count = counted()
     rows = Rows(targets_T, temperature, support)
     if support is not None:
         check_support(support, targets_T, head)
-    plan = plan_rows(count, chunk_tokens, couples, None if ids_T is None else ids_T[computed_T])
+    units_A = None
+    if labels is not None:
+        ids_T, computed_T = labels
+        units_A = ids_T.wait()[computed_T.wait()]
+    plan = plan_rows(count, chunk_tokens, couples, units_A)
     places_A = active_rows(targets_T, active_T, count)
     all_in_order = plan.order_A is None and places_A is None
     if places_A is None:
@@ -149,7 +168,6 @@ def fused_loss(
         places_A = places_A[plan.order_A.to(places_A.device)]
     if not all_in_order:
         rows, hidden = rows.at(places_A), hidden.index_select(0, places_A)
-    sum_dtype = head.wide if accumulate == "float32" else weight.dtype
     leaves = (hidden_TD, hidden, hidden.dtype), (weight_VD, weight, sum_dtype), (bias_V, bias, head.wide)
     sums = [
         None if values is None or leaf is None or not leaf.requires_grad else torch.empty_like(values, dtype=dtype)
@@ -158,7 +176,7 @@ def fused_loss(
     ]
     into = None if all(gradient is None for gradient in sums) else Accumulators(*sums)
     gradient_pass = GradientPass(
-        _engine(implementation, weight)(head),
+        engine,
         loss_fn,
         hidden.contiguous(),
         rows,
@@ -181,28 +199,12 @@ def fused_loss(
     return FusedLoss(loss, head_output, gemms.rows / max(1, len(places_A)), "; ".join(gradient_pass.fallbacks) or None)
 
 
-def _check(couples: str, accumulate: str, chunk_tokens: int, keep_bytes: int) -> None:
+def _check(couples: str, accumulate: str) -> None:
     known = ("couples", couples, ("auto", *get_args(Couples))), ("accumulate", accumulate, ("float32", "weight"))
     for name, value, allowed in known:
         if value not in allowed:
             rule = f"one of {', '.join(allowed)}"
             raise SpecError(f"fused_loss: {name} = {value!r}", rule=rule, fix="use one of these")
-    if chunk_tokens < 1 or keep_bytes < 0:
-        raise SpecError(
-            f"fused_loss: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
-            rule="a chunk has at least one row, and a budget is not negative",
-            fix="leave them at 4096 and 0",
-        )
-
-
-def _queued_for_host(ids_T: Tensor | None, targets_T: Tensor, active_T: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Queue the copy of labels and the computed mask to the host; valid after the next device synchronization."""
-    if ids_T is None:
-        return None, None
-    both_T = [ids_T, computed_rows(targets_T, active_T)]
-    if not ids_T.is_cuda:
-        return tuple(both_T)
-    return tuple(torch.empty_like(x_T, device="cpu", pin_memory=True).copy_(x_T, non_blocking=True) for x_T in both_T)
 
 
 def _fields(requested: Iterable[str], support: TruncatedSupport | None) -> tuple[str, ...]:

@@ -4,8 +4,9 @@
     back     each group forward, evaluate the loss, and backward            `GradientPass.run`
     settle   evaluate the loss of the whole row, and correct gradients
 
-Between the first GEMM and the last there is no device synchronization, except one for the first document that is longer
-than a chunk. Then one more tells which rows to correct, and another if some were out of the engine's range.
+Between the first GEMM and the last the host waits for the device only at the first document that is longer than a
+chunk, and, with the last group's backward queued, to learn which rows to correct; once more if some were out of the
+engine's range. So the device has work until the pass returns, and what comes after it can be queued in time.
 
 Letters: A rows that are computed, group by group | C rows of a chunk | F requested fields of `TokenLogprobs`
 | N documents.
@@ -37,6 +38,7 @@ from workbench.policy.logprobs.coefficients import (
 from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Couples, Engine, Keep, RowGradients, plan_chunks
 from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs
+from workbench.policy.logprobs.host import HostCopy
 from workbench.policy.logprobs.truncated_support import SUPPORT_FIELDS, SupportChunk, full_where_empty
 from workbench.sharding.collectives import all_max, all_sum
 
@@ -96,29 +98,54 @@ class GradientPass:
                 self._forward(part, "no")
             self._recompute_exactly(self._overflowed_A)
             return self._loss(self._everything)[0]
-        alone = len(groups) == 1
-        results = [self._back(group, alone) for group in groups]
-        loss, truth_FA = results[0] if alone else self._loss(self._everything)
-        if not self._begun:  # no row at all
+        if not groups:
             self.into.clear_head_()
-        if not alone or self._late or self._overflowed_A is not None:
-            loss = self._settle(loss, truth_FA)
-        return loss
+            return self._loss(self._everything)[0]
+        *earlier, last = groups
+        alone = not earlier
+        for group in earlier:
+            self._back(group)
+        if self._is_kept(last):
+            return self._back_last(last, alone)
+        own = self._back(last, alone)
+        loss, truth_FA = own if alone else self._loss(self._everything)
+        if alone and not self._late and self._overflowed_A is None:
+            return loss
+        return self._settle(loss, truth_FA, self._flags(truth_FA))
 
     # ---- forward and backward of a group -------------------------------------------------------------------------
 
-    def _back(self, group: list[slice], alone: bool) -> tuple[Tensor, Tensor]:
+    def _is_kept(self, group: list[slice]) -> bool:
+        """True if all chunks of a group may be saved until its loss is known; the same on every tp rank."""
+        return len(group) == 1 or self._may_keep(group[-1].stop - group[0].start)
+
+    def _kept(self, group: list[slice]) -> list[_Forward]:
+        return [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
+
+    def _back_last(self, group: list[slice], alone: bool) -> Tensor:
+        """Run the last group, whose chunks may be saved, forward and backward; return the loss of all rows.
+
+        With its outputs those of all rows are known: the loss of the whole row gives the coefficients, and tells which
+        rows to correct while the device has this group's backward to do.
+        """
+        rows, forwards = slice(group[0].start, group[-1].stop), self._kept(group)
+        loss, truth_FA = self._loss(self._everything)
+        self._use(truth_FA[:, rows], rows, alone)
+        flags = None if alone and self._overflowed_A is None else self._flags(truth_FA)
+        self._back_parts(group, forwards)
+        return loss if flags is None else self._settle(loss, truth_FA, flags)
+
+    def _back(self, group: list[slice], alone: bool = False) -> tuple[Tensor, Tensor]:
         """Run one group forward and backward; return its loss and coefficients."""
         rows = slice(group[0].start, group[-1].stop)
-        if len(group) == 1 or self._may_keep(rows.stop - rows.start):
-            forwards = [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
-            return self._back_at_once(group, rows, forwards, alone)
+        if self._is_kept(group):
+            return self._back_at_once(group, rows, alone, self._kept(group))
         size = f"{rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward twice"
         if self.couples == "row":
             for part in group:
                 self._forward(part, "no")
             self.fallbacks.append(f"all {size}: the loss couples the whole row")
-            return self._back_at_once(group, rows, None, alone)
+            return self._back_at_once(group, rows, alone)
         first = self._forward(group[0], "scratch")
         rest = self._rest_effect(rows, group[0])
         if rest == "more":
@@ -127,12 +154,12 @@ class GradientPass:
             self.fallbacks.append(
                 f"a document of {size}: its coefficients are not one factor times known values per token"
             )
-            return self._back_at_once(group, rows, None, alone)
+            return self._back_at_once(group, rows, alone)
         self._late.append(rows)
         if rest in ("factor", "data"):
             return self._back_late(group, rows, first)
         for part in group:
-            self._back_at_once([part], part, [first if part is group[0] else self._forward(part, "scratch")], False)
+            self._back_at_once([part], part, False, [first if part is group[0] else self._forward(part, "scratch")])
         return self._loss(rows)
 
     def _may_keep(self, rows: int) -> bool:
@@ -145,18 +172,27 @@ class GradientPass:
         return needed <= self.keep_bytes
 
     def _back_at_once(
-        self, group: list[slice], rows: slice, forwards: list[_Forward] | None, alone: bool
+        self, group: list[slice], rows: slice, alone: bool, forwards: list[_Forward] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Backward of rows whose outputs are all known; chunks that were not saved go forward again."""
         loss, truth_FC = self._loss(rows)
-        # A coefficient that is not finite would spoil every gradient. If it is correct, settling adds it later.
-        used_FC = truth_FC if alone and self._overflowed_A is None else finite_or_zero(truth_FC)
+        self._use(truth_FC, rows, alone)
+        self._back_parts(group, forwards)
+        return loss, truth_FC
+
+    def _use(self, truth_FC: Tensor, rows: slice, alone: bool) -> None:
+        """Choose the coefficients of rows; those of all rows at once (``alone``) are final.
+
+        One that is not finite would spoil every gradient. If it is correct, settling adds it later.
+        """
+        self.used_FA[:, rows] = truth_FC if alone and self._overflowed_A is None else finite_or_zero(truth_FC)
+
+    def _back_parts(self, group: list[slice], forwards: list[_Forward] | None) -> None:
+        """Backward of chunks with their coefficients in `used_FA`."""
         for number, part in enumerate(group):
             forward = self._forward(part, "scratch") if forwards is None else forwards[number]
-            self._back_chunk(forward, slice_of(used_FC, rows, part), part, self._sums, first=not self._begun)
+            self._back_chunk(forward, self.used_FA[:, part], part, self._sums, first=not self._begun)
             self._begun = True
-        self.used_FA[:, rows] = used_FC
-        return loss, truth_FC
 
     def _back_late(self, group: list[slice], rows: slice, first: _Forward) -> tuple[Tensor, Tensor]:
         """Backward of a document longer than a chunk: trial coefficients, scaled once its last chunk is known."""
@@ -247,17 +283,23 @@ class GradientPass:
 
     # ---- the whole row -------------------------------------------------------------------------------------------
 
-    def _settle(self, loss: Tensor, truth_FA: Tensor) -> Tensor:
-        """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
-        engine, beyond_A = self.engine, torch.zeros_like(self.places_A, dtype=torch.bool)
-        if self._overflowed_A is not None:
-            beyond_A = self._overflowed_A
+    def _flags(self, truth_FA: Tensor) -> HostCopy:
+        """[2, A] bool: rows whose coefficient differs from that of the whole row, and rows beyond the engine."""
+        beyond_A = self._overflowed_A
+        if beyond_A is None:
+            beyond_A = torch.zeros_like(self.places_A, dtype=torch.bool)
+        else:
             for used_A, name in zip(self.used_FA, self.fields, strict=True):
                 if name not in SUPPORT_FIELDS:
-                    used_A.masked_fill_(beyond_A, 0)  # the engine gave these no gradient
-        wrong_A, far_A = torch.stack([self._differs(truth_FA), beyond_A]).cpu()
+                    used_A.masked_fill_(beyond_A, 0)  # the engine gives these no gradient
+        return HostCopy(torch.stack([self._differs(truth_FA), beyond_A]))
+
+    def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy) -> Tensor:
+        """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
+        engine = self.engine
+        wrong_A, far_A = flags.wait()
         if beyond := int(far_A.sum()):
-            engine = self._recompute_exactly(beyond_A)
+            engine = self._recompute_exactly(self._overflowed_A)
             loss, truth_FA = self._loss(self._everything)
             wrong_A = self._differs(truth_FA).cpu()
         wrong = int(wrong_A.sum())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs.host import HostCopy
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
@@ -314,7 +315,25 @@ def check_rows(
 ) -> int:
     """Check rows and requested outputs against the head; return the number of computed rows.
 
-    Synchronizes with the device once.
+    Waits for the device once.
+
+    Raises:   see `queue_row_checks`.
+    """
+    return queue_row_checks(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)()
+
+
+def queue_row_checks(
+    head: Head,
+    hidden_TD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float | Tensor,
+    active_T: Tensor | None,
+    outputs: Iterable[str],
+) -> Callable[[], int]:
+    """Check rows and requested outputs against the head; queue what needs the device.
+
+    Returns a function that waits for it and returns the number of computed rows.
 
     Raises:
         ShapeError: sizes or dtypes disagree, a computed target is not in the vocabulary, or a temperature is not
@@ -344,17 +363,22 @@ def check_rows(
     outside_T = computed_T & (targets_T >= head.vocabulary)
     bad_T = check_temperature(temperature, targets_T)
     counts = [computed_T.sum(), outside_T.sum(), *([] if bad_T is None else [bad_T.sum()])]
-    rows, outside, *bad = torch.stack(counts).tolist()
-    if any(bad):
-        logit_divisor(temperature, targets_T, head.wide)
-    if outside:
-        raise ShapeError(
-            "token_logprobs: targets",
-            found=f"ids {targets_T[outside_T][:5].tolist()} at {torch.nonzero(outside_T)[:5, 0].tolist()}",
-            rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
-            fix="replace ids that are not trained by -100, or leave their rows out of active_T",
-        )
-    return rows
+    counted = HostCopy(torch.stack(counts))
+
+    def wait() -> int:
+        rows, outside, *bad = counted.wait().tolist()
+        if any(bad):
+            logit_divisor(temperature, targets_T, head.wide)
+        if outside:
+            raise ShapeError(
+                "token_logprobs: targets",
+                found=f"ids {targets_T[outside_T][:5].tolist()} at {torch.nonzero(outside_T)[:5, 0].tolist()}",
+                rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
+                fix="replace ids that are not trained by -100, or leave their rows out of active_T",
+            )
+        return rows
+
+    return wait
 
 
 def active_rows(targets_T: Tensor, active_T: Tensor | None, count: int) -> Tensor | None:

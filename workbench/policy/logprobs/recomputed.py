@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.policy.logprobs.engine import default_chunk
 from workbench.policy.logprobs.head import logit_divisor, make_head, upcast
 from workbench.policy.truncation import kept_tokens
 from workbench.rollouts.sampling import Sampling
@@ -34,7 +35,7 @@ def outside_support(
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """Return which targets top-k, top-p and min-p of the policy's own distribution leave out.
 
@@ -54,6 +55,7 @@ def outside_support(
         axis=axis,
         first_token=first_token,
     )
+    chunk_tokens = chunk_tokens or default_chunk(head)
     outside = [torch.zeros(0, dtype=torch.bool, device=hidden_TD.device)]
     for begin in range(0, len(targets_T), chunk_tokens):
         rows = slice(begin, begin + chunk_tokens)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from workbench.policy.logprobs.engine import (
     add_gemm_,
     count_gemm,
     count_gemms,
+    default_chunk,
     exact_float32,
     plan_chunks,
     plan_rows,
@@ -91,3 +94,18 @@ def test_a_plan_gathers_scattered_documents():
     plan = plan_rows(6, 3, "document", units)
     assert plan.order_A.tolist() == [0, 2, 5, 1, 3, 4]
     assert plan.groups == [[slice(0, 3)], [slice(3, 6)]]
+
+
+def test_a_chunk_has_as_many_logits_as_4096_rows_of_a_large_vocabulary():
+    """Rows of a chunk by default, by the vocabulary and by the ranks that share it."""
+
+    def rows(vocabulary, tp=1):
+        head = SimpleNamespace(vocabulary=vocabulary, axis=None if tp == 1 else SimpleNamespace(size=tp))
+        return default_chunk(head)
+
+    assert rows(151936) == rows(262144) == 4096
+    assert rows(151936, tp=4) == 4 * 4096
+    for vocabulary in (151935, 128256, 47936, 32000, 7):
+        assert rows(vocabulary) % 128 == 0
+        assert rows(vocabulary) * vocabulary <= 4096 * 151936 < (rows(vocabulary) + 128) * vocabulary
+    assert rows(50257, tp=3) == rows(-(-50257 // 3))

@@ -16,7 +16,7 @@ from workbench.sharding.mesh import make_mesh
 
 
 def test_everything_is_shown_in_the_order_of_the_row():
-    """Also where documents were gathered; chunks by themselves in any."""
+    """Also where documents were gathered; chunks but the last by themselves, in any."""
     case, shown = Case(), []
 
     def watched(said, places):
@@ -26,8 +26,11 @@ def test_everything_is_shown_in_the_order_of_the_row():
     scattered = torch.arange(len(IDS)) % 4
     result = case.fused(watched, chunk_tokens=14, document_ids_T=scattered)
     assert torch.equal(shown[-1], torch.nonzero(case.active)[:, 0])
-    assert torch.equal(torch.cat(shown[:-1]).sort().values, shown[-1])
-    assert not torch.equal(torch.cat(shown[:-1]), shown[-1])
+    alone = torch.cat(shown[:-1])
+    assert 0 < len(shown[-1]) - len(alone) <= 14
+    assert len(alone) == len(alone.unique())
+    assert torch.isin(alone, shown[-1]).all()
+    assert not torch.equal(alone, alone.sort().values)
     torch.testing.assert_close(result.loss.detach(), case.truth(case.gspo)[0], rtol=1e-13, atol=1e-13)
 
 
@@ -71,9 +74,11 @@ def test_a_row_coupled_loss_takes_four_if_declared_and_is_correct_otherwise():
     assert output.gemms == 4.0
     assert output.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
     unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
-    assert unsaid.gemms == 6.0
+    early = rows - 1 - (rows - 1) % 14  # the last chunk has the coefficients of the whole row
+    assert 0 < early < rows
+    assert unsaid.gemms == pytest.approx(3 + 3 * early / rows, rel=1e-12)
     assert unsaid.fallback == (
-        f"{rows} tokens were recomputed: the loss looks across tokens, and their "
+        f"{early} tokens were recomputed: the loss looks across tokens, and their "
         "coefficients in the whole row differ from those in their chunk"
     )
     assert "across documents" in case.assert_right(case.across, chunk_tokens=14).fallback
@@ -90,8 +95,8 @@ def test_only_coupled_rows_are_recomputed():
         return case.ppo(said, places) + chosen.sum().square()
 
     result = case.assert_right(two, chunk_tokens=14)
-    assert result.fallback.startswith("2 tokens were recomputed")
-    assert result.gemms == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
+    assert result.fallback.startswith("1 tokens were recomputed")  # the other is in the last chunk
+    assert result.gemms == pytest.approx(3 + 3 / int(case.active.sum()), rel=1e-12)
 
 
 def test_an_engine_hears_nothing_of_fields_that_the_loss_does_not_look_at(monkeypatch):

@@ -1,0 +1,27 @@
+"""Copies to the host that do not stop it."""
+
+import pytest
+import torch
+
+from workbench.policy.logprobs.host import HostCopy
+
+
+def test_a_tensor_of_the_host_is_not_copied():
+    values = torch.arange(3)
+    assert HostCopy(values).wait() is values
+
+
+@pytest.mark.gpu
+def test_values_are_those_at_the_time_of_the_copy_and_the_host_goes_on():
+    device = torch.device("cuda")
+    square, values = torch.randn(8192, 8192, device=device), torch.zeros(2, 3, dtype=torch.bool, device=device)
+    square @ square
+    torch.cuda.synchronize()
+    for _ in range(8):  # tens of milliseconds
+        square @ square
+    values[1, 2] = True
+    copy = HostCopy(values)
+    under_way = not torch.cuda.current_stream().query()
+    values.zero_()
+    assert under_way, "the host waited before it asked for the values"
+    assert copy.wait().tolist() == [[False] * 3, [False, False, True]]
