@@ -44,6 +44,7 @@ def test_targets_are_ends_of_names_or_one_regular_expression():
         ({"target_modules": ("embed_tokens",)}, "an embedding, a norm and a router are none"),
         ({"target_modules": "q_proj"}, "target_modules: 'q_proj'"),
         ({"target_modules": "(q"}, "no regular expression"),
+        ({"target_modules": ("proj",)}, "target_modules: 'proj'"),  # the end of a word is not the end of a name
         ({"target_parameters": ("mlp.gate.weight",)}, r"found: weights of experts .*down_proj"),
         ({"modules_to_save": ("score",)}, "no module of that name"),
         ({"modules_to_save": ("lm_head",)}, "also that of model.embed_tokens"),
