@@ -22,7 +22,8 @@ from torch import Tensor
 from workbench.atomic import to_json, write_whole
 from workbench.policy.adapters import read_values
 from workbench.policy.decoder import load_decoder
-from workbench.policy.lora import Lora, find_adapted, merged, merged_weights, sampler_weights
+from workbench.policy.lora import Lora, merged, merged_weights, sampler_weights
+from workbench.policy.lora_targets import find_adapted
 from workbench.policy.sampling import Sampler
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root, provenance

@@ -23,15 +23,8 @@ from torch import Tensor
 
 from workbench import atomic
 from workbench.errors import SpecError, listed
-from workbench.policy.lora import (
-    FACTORS,
-    Adapted,
-    Lora,
-    find_adapted,
-    install_lora,
-    part_of,
-    saved_whole,
-)
+from workbench.policy.lora import Lora, install_lora, part_of
+from workbench.policy.lora_targets import FACTORS, Adapted, find_adapted, saved_whole
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 from workbench.specs.lora import ADAPTER_CONFIG, LoraSpec, read_settings, to_peft

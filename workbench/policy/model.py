@@ -6,7 +6,6 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +18,16 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
 from workbench.policy.adapters import load_adapters
-from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
 from workbench.policy.compute_copies import compute_copies, use_module_dtypes
-from workbench.policy.decoder import TINY, head_of, load_decoder
+from workbench.policy.decoder import head_of
 from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.head import upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.lora import Lora, head_operands, head_weight
-from workbench.policy.precision import cast, lift_to_float64
-from workbench.policy.prediction import Prediction, add_prediction
+from workbench.policy.prediction import Prediction
+from workbench.policy.preparation import prepare_decoder
 from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.stages import Stages, split_stages
@@ -50,10 +48,6 @@ DTYPES = {
 }
 CHUNKED = ("chunked", "triton")
 """Implementations of the log-probabilities that process a row in chunks, as `fused_loss` requires."""
-
-
-Places = tuple[str, str] | None
-"""Attributes of a decoder's base that hold layers which predict further tokens, and the norm behind them."""
 
 
 class Exact(Protocol):
@@ -371,7 +365,7 @@ def load_policy(
     """Load a decoder, register the workbench's attention, and shard it for this rank.
 
     Args:
-        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
+        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `decoder.TINY`.
         mesh: the axes; one rank if None.
         precision: float64, float32, bfloat16 or another preset of `workbench.specs.precision`, or dtypes. float64
             includes norms and rotary embeddings. Where the computation has another dtype than the weights, passes
@@ -405,7 +399,15 @@ def load_policy(
     compute = DTYPES[dtypes.compute]
     dtype = torch.promote_types(compute, torch.float32) if fp32_head else compute
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
-    model, places = _decoder(source, project=project, tied=tied, seed=seed, depths=depths, dtypes=dtypes)
+    model, places = prepare_decoder(
+        source,
+        project=project,
+        tied=tied,
+        seed=seed,
+        depths=depths,
+        dtype=DTYPES[dtypes.weights],
+        lifted=dtypes.compute == "float64",
+    )
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
@@ -458,44 +460,6 @@ def load_policy(
         prediction=places and Prediction(model, *places, Stream(mesh["tp"], sharded=sequence_parallel)),
         lora=adapters,
     )
-
-
-def _decoder(source: str, *, project: Path | None, dtypes: Dtypes, **settings: Any) -> tuple[Any, Places]:
-    """A whole decoder with the workbench's attention, checked, in the dtype of its weights, and its added layers.
-
-    Of a tiny one, which its settings determine, this process keeps the result: ranks that are simulated load it often.
-    """
-    weights, lifted = dtypes.weights, dtypes.compute == "float64"
-    if source not in TINY:
-        return _prepared(source, project=project, weights=weights, lifted=lifted, **settings)
-    return copy.deepcopy(_tiny(source, weights=weights, lifted=lifted, **settings))
-
-
-def _prepared(
-    source: str,
-    *,
-    project: Path | None = None,
-    tied: bool | None,
-    seed: int,
-    depths: int,
-    weights: str,
-    lifted: bool,
-) -> tuple[Any, Places]:
-    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
-    refuse_unknown(model, depths=depths)
-    model = with_our_attention(model)
-    places = add_prediction(model, depths, seed=seed, from_checkpoint=source not in TINY) if depths else None
-    model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
-    if not lifted:
-        return cast(model, DTYPES[weights]), places
-    expected = probe_logits(model, "float32")
-    model = lift_to_float64(model)
-    check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
-    return model, places
-
-
-_tiny = functools.lru_cache(maxsize=8)(_prepared)
-"""`_prepared`, kept. Eight, by convention: settings of a run and of those it is compared with, a megabyte each."""
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

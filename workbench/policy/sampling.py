@@ -58,7 +58,7 @@ class Sampler:
     """A stock `transformers` decoder with the most recently loaded weights.
 
     Args:
-        source: see `workbench.policy.model.load_decoder`.
+        source: see `workbench.policy.decoder.load_decoder`.
         precision: of its weights and activations; float64 includes norms and rotary embeddings.
         device: where it samples.
         lora: the adapters of the policy, merged or not, as `LoraSpec.sampler` says; None: it has none.

@@ -23,7 +23,8 @@ from workbench import atomic as whole_files
 from workbench.errors import RecordError
 from workbench.policy.adapters import read_values, write_adapter
 from workbench.policy.decoder import TINY, load_decoder
-from workbench.policy.lora import Lora, find_adapted, merged_weights, saved_whole, untie
+from workbench.policy.lora import Lora, merged_weights, untie
+from workbench.policy.lora_targets import find_adapted, saved_whole
 from workbench.policy.model import DTYPES, Policy, load_policy
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.prediction import add_prediction

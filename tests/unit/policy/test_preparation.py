@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workbench.policy import model as module
+from workbench.policy import preparation
 from workbench.policy.model import load_policy
 
 
@@ -31,7 +31,7 @@ def test_changes_of_one_are_not_seen_in_the_next(source, precision):
 def test_every_setting_has_its_own(changed):
     kept = load_policy("tiny-qwen3").model
     other = load_policy("tiny-qwen3", **changed).model
-    module._tiny.cache_clear()
+    preparation._prepared_tiny.cache_clear()
     alone = load_policy("tiny-qwen3", **changed).model
     assert alone.state_dict().keys() == other.state_dict().keys()
     assert all(torch.equal(value, alone.state_dict()[name]) for name, value in other.state_dict().items())
@@ -39,3 +39,11 @@ def test_every_setting_has_its_own(changed):
     assert (names, kept.dtype) != (other.state_dict().keys(), other.dtype) or any(
         not torch.equal(kept.state_dict()[name], other.state_dict()[name]) for name in names
     )
+
+
+def test_the_second_of_the_same_settings_is_a_copy():
+    preparation._prepared_tiny.cache_clear()
+    first, second = (load_policy("tiny-qwen3", precision="float64").model for _ in range(2))
+    assert first is not second
+    kept = preparation._prepared_tiny.cache_info()
+    assert (kept.misses, kept.hits) == (1, 1)
