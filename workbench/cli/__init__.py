@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import workbench
-from workbench.cli.terminal import asked_for_json, hide_torchao_noise, print_json, safe_lines, safe_output
+from workbench.cli.terminal import asked_for_json, print_json, safe_lines, safe_output
 from workbench.errors import WorkbenchError, did_you_mean
 
 VERBS = {
@@ -130,7 +130,6 @@ def _call(verb: str, rest: list[str]) -> int:
 
     import tyro
 
-    hide_torchao_noise()
     if "arguments" in inspect.signature(function).parameters:
         return function(rest)
     return tyro.cli(function, args=rest, prog=f"workbench {verb}")

@@ -15,12 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from workbench.columns import columns, escaped
-
-if TYPE_CHECKING:
-    from logging import LogRecord
 
 
 def safe(text: str) -> str:
@@ -92,30 +89,6 @@ def safe_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-
-
-_CUDA_LIBRARIES = ("_C_cutlass", "_C_mxfp8")
-"""Of torchao 0.18, which tries to load them with any torch."""
-
-
-def hide_torchao_noise() -> None:
-    """Leave out what torchao logs wherever it is installed, because transformers imports it.
-
-    Its CUDA libraries cannot be loaded by a torch without CUDA, and torch 2.13 warns of enums that it registers. Other
-    libraries, these with a torch that has CUDA, and enums of other packages are logged as before.
-    """
-    import logging  # here, as `--help` does without
-
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_worth_reading)
-
-
-def _worth_reading(record: LogRecord) -> bool:
-    if record.name == "torchao":
-        cuda = any(library in record.getMessage() for library in _CUDA_LIBRARIES)
-        return not cuda or sys.modules["torch"].version.cuda is not None
-    classes = record.args if isinstance(record.args, tuple) else ()
-    return not any(str(getattr(each, "__module__", "")).startswith("torchao.") for each in classes)
 
 
 def print_lines(lines: Iterable[str], *, raw: bool = False) -> None:

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import gc
 import io
-import logging
 import subprocess
 import sys
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tests.helpers.stand_in import stand_in
-from workbench.cli import terminal
-from workbench.cli.terminal import (
-    Writer,
-    hide_torchao_noise,
-    print_lines,
-    safe,
-    safe_lines,
-    safe_output,
-    size,
-    table,
-    when,
-    width,
-)
+from workbench.cli.terminal import Writer, print_lines, safe, safe_lines, safe_output, size, table, when, width
 
 
 @pytest.mark.parametrize(
@@ -128,41 +110,3 @@ def test_closed_and_full_outputs_and_a_removed_folder(tmp_path, redirection, cod
     done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert message in done.stderr
-
-
-def passes(name, message, *arguments):
-    """True if the logger of that name hands a warning to its handlers."""
-    hide_torchao_noise()
-    logger = logging.getLogger(name)
-    return bool(logger.filter(logger.makeRecord(name, logging.WARNING, "", 0, message, arguments, None)))
-
-
-@pytest.mark.parametrize(
-    ("cuda", "library", "logged"),
-    [
-        (None, "_C_mxfp8.cpython-310-x86_64-linux-gnu.so", False),
-        (None, "_C_cutlass_90a.abi3.so", False),
-        (None, "_C.abi3.so", True),
-        ("13.0", "_C_cutlass_90a.abi3.so", True),
-    ],
-)
-def test_of_libraries_that_fail_to_load_those_for_cuda_are_left_out_without_cuda(cuda, library, logged, monkeypatch):
-    version = SimpleNamespace(cuda=cuda)
-    monkeypatch.setattr(terminal, "sys", stand_in(sys, modules={"torch": stand_in(torch, version=version)}))
-    assert passes("torchao", f"Failed to load /a/torchao/{library}: Could not load this library") == logged
-    assert passes("torchao", "Skipping import of cpp extensions due to incompatible torch version.")
-
-
-@pytest.mark.parametrize(("module", "logged"), [("torchao.quantization", False), ("torchaos", True), (__name__, True)])
-def test_of_enums_that_torch_warns_of_those_of_torchao_are_left_out(module, logged):
-    assert passes("torch.utils._pytree", "%s is an Enum", enum.Enum("Kind", "one", module=module)) == logged
-    assert passes("torch.utils._pytree", "no class")
-
-
-@pytest.mark.skipif(
-    find_spec("torchao") is None or torch.version.cuda is not None, reason="what torchao logs without CUDA"
-)
-def test_a_verb_imports_torchao_in_silence():
-    source = "from workbench.cli import main; main(['schema']); import torchao"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
