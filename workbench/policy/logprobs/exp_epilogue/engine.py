@@ -89,6 +89,10 @@ class ExpEpilogueEngine:
         self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
         self._weight_VD = aligned(weight_VD[: head.valid])
         self._bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(torch.float32).contiguous()
+        self._weight_tiles = None
+        if head.valid:
+            block = [self._tile.columns, self._tile.depth]
+            self._weight_tiles = TensorDescriptor.from_tensor(self._weight_VD, block)
         self._scratch = torch.empty(0, dtype=self._kept_dtype, device=weight_VD.device)
 
     def saved_bytes(self, rows: int) -> int:
@@ -246,18 +250,19 @@ class ExpEpilogueEngine:
         temperatures_C, one = self._temperatures(temperature)
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
         tiles, kinds = triton.cdiv(head.valid, tile.columns), 1 + entropy + squares
-        totals_FC = torch.zeros(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
-        if head.valid:
+        totals_FC = torch.empty(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
+        if self._weight_tiles is None:
+            totals_FC.zero_()
+        else:
             sums_FNC = torch.empty(kinds, tiles, rows, dtype=torch.float32, device=hidden_CD.device)
             hidden_tiles = TensorDescriptor.from_tensor(hidden_CD, [tile.rows, tile.depth])
-            weight_tiles = TensorDescriptor.from_tensor(self._weight_VD, [tile.columns, tile.depth])
             out_tiles, store = hidden_tiles, exponentials_CV is not None
             if store:
                 out_tiles = TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
             at_once = tile.per_processor * processors(hidden_CD.device)
             kernels.exp_gemm[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
                 hidden_tiles,
-                weight_tiles,
+                self._weight_tiles,
                 out_tiles,
                 self._bias_V,
                 shifts_C,
