@@ -85,6 +85,7 @@ class _Linear(Function):
         dy_TN = dy.contiguous().flatten(0, -2)
         tile = (len(weight_NK) // here, width) if ctx.by_outputs else (len(weight_NK), width // here)
         kernels.add_outer(into.total, into.peak, into.scale, dy_TN, x_TK, pieces.block, tile)
+        into.added()
         if into_bias is not None:
             kernels.add_rows(into_bias.total, into_bias.peak, into.scale, dy_TN)
         if not ctx.by_outputs or pieces.is_whole:
