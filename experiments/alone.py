@@ -36,6 +36,7 @@ from experiments.gpu_layouts import measure as layouts
 from experiments.reproducible import measure as reproducible
 from workbench.atomic import to_json, write_whole
 from workbench.errors import SpecError
+from workbench.policy.model import DTYPES
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.files import load, save
 from workbench.specs.groups import LayoutSpec
@@ -100,8 +101,9 @@ class Layouts:
 
     def prepare(self) -> None:
         """Write weights and rollouts, with log-probabilities of a uniform old policy: no truth is needed."""
-        with self._rank.device:
-            layouts.save_model(self.plan, self._rank.folder / "model")
+        precisions = {workload.precision for workload in self.plan.workloads.values()}
+        dtype = DTYPES[precisions.pop()] if len(precisions) == 1 else torch.float32  # few bytes: every rank reads them
+        layouts.save_model(self.plan, self._rank.folder / "model", dtype)
         for name, workload in self.plan.workloads.items():
             drawn = layouts.draw_rollouts(workload, self.plan)
             uniform_S = torch.full((drawn.num_tokens,), -math.log(int(drawn.tokens_T.max()) + 1))

@@ -568,15 +568,15 @@ def predicted_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Te
     return logprobs_S
 
 
-def save_model(plan: Plan, folder: Path) -> None:
-    """Write the weights of a plan's model."""
+def save_model(plan: Plan, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the weights of a plan's model, in a dtype."""
     from workbench.policy.decoder import TINY, published_qwen3
 
     if plan.model in TINY:
         model = TINY[plan.model](TINY_VOCABULARY, seed=plan.seed)
     else:
         model = published_qwen3(plan.model, layers=plan.decoder_layers, seed=plan.seed)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
 
 
 def _tensor(file: Path, name: str) -> Tensor:

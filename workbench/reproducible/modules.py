@@ -85,7 +85,6 @@ class _Linear(Function):
         dy_TN = dy.contiguous().flatten(0, -2)
         tile = (len(weight_NK) // here, width) if ctx.by_outputs else (len(weight_NK), width // here)
         kernels.add_outer(into.total, into.peak, into.scale, dy_TN, x_TK, pieces.block, tile)
-        into.added()
         if into_bias is not None:
             kernels.add_rows(into_bias.total, into_bias.peak, into.scale, dy_TN)
         if not ctx.by_outputs or pieces.is_whole:
@@ -94,6 +93,7 @@ class _Linear(Function):
             rows = zip(dy_TN.chunk(here, 1), weight_NK.chunk(here), strict=True)
             parts = [kernels.matmul_backward(dy, weight, pieces.block, width, torch.float32) for dy, weight in rows]
             dx_TK = sum_over_pieces(parts, pieces.tp).to(dy_TN.dtype)
+        into.added()  # not before: the GEMM would wait for the processors that a sum over ranks takes
         return dx_TK.view(ctx.shape), None, None, None, None, None
 
 
