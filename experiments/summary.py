@@ -423,6 +423,7 @@ def four_gpus_8b() -> str:
         "With ulysses tokens are striped over the ranks, with gathered keys and a ring documents are whole; "
         "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
         EARLY_SUMS_OVER_CP,
+        *_ranks_alone("gpu_layouts/four_gpus_8b"),
     )
 
 
@@ -549,10 +550,37 @@ def reproducible() -> str:
         "tokens):",
         _table(["layers of", "layout", "ms", "reproducible", "time", "memory"], rows, right=range(2, 6)),
         "The bars are 1.8 (hidden 1024) and 1.35 (4096) in time and 1.1 in memory. Missed: "
-        f"{'; '.join(missed)}. Integers "
-        "take 8 bytes per parameter, more than the activations of a quarter of a row.",
+        f"{'; '.join(missed)}. In this record "
+        "every cp rank has the integers of all weights, 8 bytes per parameter: more than the activations of a quarter "
+        "of a row. Since then it keeps a part of them "
+        "([memory](../workbench/reproducible/README.md#memory)).",
         _source("reproducible/reproducible.json", "reproducible/report.html", "python -m workbench bench reproducible"),
+        *_ranks_alone("reproducible/reproducible"),
     )
+
+
+def _ranks_alone(plan_name: str) -> list[str]:
+    """Time and memory of ranks that ran alone on one GPU, if they were measured."""
+    if not (EXPERIMENTS / f"{plan_name}.alone.json").exists():
+        return []
+    record, rows = _record(f"{plan_name}.alone.json"), []
+    for entry, result in record["entries"].items():
+        measured = {rank: one for rank, one in result["alone"].items() if "left_out" not in one}
+        for variant, slowest in result["slowest"].items():
+            peak = max(one[variant]["peak_gib"] for one in measured.values())
+            bound = slowest.get("efficiency_bound")
+            cells = [", ".join(measured), variant, f"{slowest['step_ms']:.0f}", f"{peak:.2f}"]
+            cells.append("" if bound is None else f"{bound:.3f}")
+            compared = "memory" in result and variant == "reproducible"
+            cells += [f"{result[key]:.2f}" for key in ("time", "memory")] if compared else ["", ""]
+            rows.append([entry, *cells])
+    header = ["entry", "ranks", "mode", "ms", "GiB", "efficiency at most", "time", "memory"]
+    return [
+        f"Ranks alone on one {record['device']}, {_versions(record)}. {record['values']} Milliseconds and GiB are "
+        "those of the slowest and the largest rank measured.",
+        _table(header, rows, right=range(3, 8)),
+        _source(f"{plan_name}.alone.json", None, f"python -m experiments.alone {plan_name}"),
+    ]
 
 
 def bridge() -> str:

@@ -40,6 +40,7 @@ from workbench.errors import WorkbenchError
 from workbench.metrics.step import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.records.provenance import project_root, provenance
+from workbench.reduction.weights import StepTotals
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding.collectives import all_max
@@ -49,6 +50,7 @@ from workbench.specs.reading import parse_spec, read_yaml
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.optimizer import build_optimizer
+from workbench.train.rows import LocalRow
 
 SAMPLES = 3
 MINUTES = 8.0
@@ -335,7 +337,7 @@ class Rank:
 
     def prepare(self) -> None:
         """Write weights, rollouts with the old policy's log-probabilities, and the truth of each workload."""
-        _save_model(self.plan, self.folder / "model")
+        save_model(self.plan, self.folder / "model")
         mesh = single_process_mesh(self.device)
         for name, workload in self.plan.workloads.items():
             layout = LayoutSpec(kernel="plain", checkpointing=workload.truth.checkpointing)
@@ -413,32 +415,47 @@ class Rank:
         )
         parity = self._parity(name, result, batch) if mesh.is_first else None
         del result
-        step_ms = []
-        for number in range(self.samples + 1):
-            if self.device.type == "cuda" and number == 1:
-                torch.cuda.reset_peak_memory_stats()
-            with StepClock(self.device) as clock:
-                result = flow.run_step(policy, loss, rows, totals, loss_spec=spec.loss, level="none", fused=True)
-                flow.clip_gradients(policy, result.norms, None)
-                optimizer.step()
-            if number:
-                step_ms.append(clock.step_ms)
-        median = statistics.median(step_ms)
+        timed = self.timed(policy, optimizer, rows, totals, spec)
         packed = flow.pack_step(batch, spec)
         balance = flow.plan_row(packed[0].document_ids_T, layout).balance()
         return {
             "layout": str(layout),
             "ranks": layout.world_size,
             "micro_batches": len(rows),
-            "samples_ms": step_ms,
-            "step_ms": median,
             "prepare_ms": preparing.step_ms,
-            "tokens_per_second": batch.num_tokens / median * 1e3,
-            "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
+            "tokens_per_second": batch.num_tokens / timed["step_ms"] * 1e3,
+            **timed,
             "padding": sum(row.num_tokens for row in packed) / batch.num_tokens - 1,
             "attention_max_over_mean": balance.max_over_mean,
             "attention_in_lock_step": balance.in_lock_step,
             "parity": parity,
+        }
+
+    def timed(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        rows: Sequence[LocalRow],
+        totals: StepTotals,
+        spec: RunSpec,
+        *,
+        warm: int = 1,
+    ) -> dict[str, Any]:
+        """Time steps with their optimizer after some that are not timed, and the peak of the rank that needs most."""
+        loss, step_ms = flow.build_loss(spec.loss), []
+        for number in range(warm + self.samples):
+            if self.device.type == "cuda" and number == warm:
+                torch.cuda.reset_peak_memory_stats()
+            with StepClock(self.device) as clock:
+                result = flow.run_step(policy, loss, rows, totals, loss_spec=spec.loss, level="none", fused=True)
+                flow.clip_gradients(policy, result.norms, None)
+                optimizer.step()
+            if number >= warm:
+                step_ms.append(clock.step_ms)
+        return {
+            "samples_ms": step_ms,
+            "step_ms": statistics.median(step_ms),
+            "peak_gib": self.most(float(peak_bytes(self.device)), policy.mesh) / 2**30,
         }
 
     def most(self, value: float, mesh: Mesh) -> float:
@@ -551,14 +568,15 @@ def predicted_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Te
     return logprobs_S
 
 
-def _save_model(plan: Plan, folder: Path) -> None:
+def save_model(plan: Plan, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the weights of a plan's model, in a dtype."""
     from workbench.policy.decoder import TINY, published_qwen3
 
     if plan.model in TINY:
         model = TINY[plan.model](TINY_VOCABULARY, seed=plan.seed)
     else:
         model = published_qwen3(plan.model, layers=plan.decoder_layers, seed=plan.seed)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
 
 
 def _tensor(file: Path, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.pages import provenance
+from experiments.pages import expect_benchmark, provenance
 from workbench.atomic import from_json, write_whole
 from workbench.errors import RecordError
 from workbench.report import style
@@ -40,6 +40,7 @@ def write_layout_report(record: Mapping[str, Any], folder: Path) -> Path:
 
 def page(record: Mapping[str, Any]) -> str:
     """Render the page as text; the same record gives the same bytes."""
+    expect_benchmark(record, "layouts")
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "gpu_layouts"), class_="eyebrow"),

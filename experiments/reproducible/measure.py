@@ -518,20 +518,22 @@ class Rank:
         parts = {
             "accuracy": self._error if workload.truth and layout.world_size == 1 else None,
             "steps": self._certified if workload.steps else None,
-            "timed": self._timed if workload.timed else None,
+            "timed": self.timed if workload.timed else None,
         }
         for part, of_mode in parts.items():
             if of_mode is not None:
                 result[part] = {}
                 for mode in MODES:
-                    with self._mode(workload, layout, mesh, mode) as (policy, spec):
+                    with self.in_mode(workload, layout, mesh, mode) as (policy, spec):
                         result[part][mode] = of_mode(name, policy, spec, batch, mesh)
         if "accuracy" in result:
             result["accuracy"]["factor"] = result["accuracy"]["reproducible"] / result["accuracy"]["fast"]
         return result
 
     @contextlib.contextmanager
-    def _mode(self, workload: Workload, layout: LayoutSpec, mesh: Mesh, mode: str) -> Iterator[tuple[Policy, RunSpec]]:
+    def in_mode(
+        self, workload: Workload, layout: LayoutSpec, mesh: Mesh, mode: str
+    ) -> Iterator[tuple[Policy, RunSpec]]:
         """Yield the policy in one of the modes, and restore its weights afterwards."""
         spec = self.spec(workload, layout, mode)
         policy = self.policy(spec, mesh)
@@ -592,7 +594,7 @@ class Rank:
             )
         return steps
 
-    def _timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
+    def timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
         """Time and peak memory of a step, and on a GPU the breakdown of its time."""
         loss = flow.build_loss(spec.loss)
         optimizer = build_optimizer(policy, spec)

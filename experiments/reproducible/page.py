@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.pages import facts_table
+from experiments.pages import expect_benchmark, facts_table
 from workbench.atomic import from_json, write_whole
 from workbench.errors import RecordError
 from workbench.report import style
@@ -36,6 +36,7 @@ def write_reproducible_report(record: Mapping[str, Any], folder: Path) -> Path:
 
 def page(record: Mapping[str, Any]) -> str:
     """Render the page as text; the same record gives the same bytes."""
+    expect_benchmark(record, "reproducible")
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "reproducible"), class_="eyebrow"),

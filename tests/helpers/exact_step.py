@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ def own_step(
     exact: bool = True,
     backwards: bool = False,
     spoil: Callable[[Any], None] = lambda policy: None,
+    shares: Sequence[int] = (),
     **load: Any,
 ) -> dict[str, torch.Tensor]:
     """Log-probabilities and entropies row by row, whole gradients and norms of one step.
@@ -44,14 +45,16 @@ def own_step(
         exact: False: the ordinary computation, for comparison.
         backwards: take the rows in the other order.
         spoil: what is done to the policy before the step.
+        shares: rows of each dp rank; empty: equally many.
         load: more of `load_policy`.
     """
     policy = load_policy(source, mesh=mesh, **load)
     spoil(policy)
     done = install(policy, resolution) if exact else None
     dp, cp = mesh["dp"], mesh["cp"]
-    each, result = len(DOCUMENTS) // dp.size, {}
-    local = range(dp.rank * each, (dp.rank + 1) * each)
+    result: dict[str, torch.Tensor] = {}
+    shares = shares or (len(DOCUMENTS) // dp.size,) * dp.size
+    local = range(sum(shares[: dp.rank]), sum(shares[: dp.rank + 1]))
     for number in reversed(local) if backwards else local:
         documents_T, plan = DOCUMENTS[number], plan_of(cp.size)
         draw = torch.Generator().manual_seed(number)

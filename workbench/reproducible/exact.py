@@ -158,14 +158,17 @@ class Exact:
         self._require_step("exact.reduce()")
         mesh = self.policy.mesh
         names, sums = list(self.accumulators), list(self.accumulators.values())
-        used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
-        self.used_bits = dict(zip(names, used, strict=True))
         parameters = local_parameters(self.policy)
 
         def finish(total: Tensor, dtype: torch.dtype) -> Tensor:
             return self.pieces.kernels.to_gradient(total, 2.0**-self.bits / self.scale, dtype)
 
-        for name, gradient in sum_over_ranks(self.accumulators, parameters, mesh, finish):
+        # Checked afterwards: before, the integers of all parameters would exist at once.
+        gradients = dict(sum_over_ranks(self.accumulators, parameters, mesh, finish))
+        self._begun = False
+        used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
+        self.used_bits = dict(zip(names, used, strict=True))
+        for name, gradient in gradients.items():
             parameters[name].leave(gradient)
         self.start(self.scale, self.bits)
         self._begun = False

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from workbench.errors import SpecError, WorkbenchError
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
+
+if TYPE_CHECKING:
+    from workbench.reproducible.parts import Bucket
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ class Leaves:
 class Accumulator:
     """Exact sum of the partial gradients of one parameter, of which this rank computes with ``shape``.
 
-    ``per``: partials of each element per token and block of the step, over all tp ranks.
+    ``per``: partials of each element per token and block of the step, over all tp ranks. ``bucket`` has the integers of
+    a weight; None: this accumulator has its own.
     """
 
     def __init__(self, shape: torch.Size, device: torch.device, per: Leaves) -> None:
         self.shape, self.device, self.per = shape, device, per
         self.peak = torch.zeros((), device=device)
         self.scale = 1.0
+        self.bucket: Bucket | None = None
         self.rows: Tensor | None = None
         self._total: Tensor | None = None
         self._pending: list[tuple[ModuleType, Tensor, Tensor]] = []
@@ -116,16 +121,25 @@ class Accumulator:
         """Reset for a step that is summed in multiples of 2^-bits."""
         self._total, self.rows, self.scale, self._pending = None, None, 2.0**bits, []
         self.peak.zero_()
+        if self.bucket is not None:
+            self.bucket.start()
 
     @property
     def total(self) -> Tensor:
         """The integers; allocated at the first partial."""
-        if self._total is None:
+        if self._total is None and self.bucket is not None:
+            self._total = self.bucket.integers(self)
+        elif self._total is None:
             self._total = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         while self._pending:
             kernels, rows_TD, index_T = self._pending.pop()
             kernels.add_rows(self._total, self.peak, self.scale, rows_TD, index_T)
         return self._total
+
+    def added(self) -> None:
+        """Note that a backward has added all of its partials."""
+        if self.bucket is not None:
+            self.bucket.added(self)
 
     def add_at(self, kernels: ModuleType, rows_TD: Tensor, index_T: Tensor) -> None:
         """Add a partial to each indexed row (negative: none); deferred while they take less memory than integers."""

@@ -19,6 +19,7 @@ from workbench.reproducible.exact_sums import Accumulator, Leaves, Resolution
 from workbench.reproducible.kernels import choose
 from workbench.reproducible.logprobs import ExactHead
 from workbench.reproducible.modules import Pieces
+from workbench.reproducible.parts import share_integers
 from workbench.reproducible.shards import flush_layers
 from workbench.sharding.divisibility import check_weight_chunks
 from workbench.sharding.tensor_parallel import defer_input_sums, shard_range
@@ -70,6 +71,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     defer_input_sums(model, deferred=True)
     for name, module in model.named_modules():
         swap.module(name, module)
+    swap.share_integers()
     end_flushes = flush_layers(policy, swap.accumulators)
     torch.set_num_threads(1)  # threads split a tensor by its size, and the tail of a split may round differently
 
@@ -126,6 +128,7 @@ class _Swap:
     def __init__(self, policy: Policy, pieces: Pieces) -> None:
         self.policy, self.pieces = policy, pieces
         self.accumulators: dict[str, Accumulator] = {}
+        self._weights: list[str] = []
         self._before: list[tuple[Any, Any]] = []
         self._names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
         self._by_outputs = _styles(policy.model)
@@ -139,6 +142,7 @@ class _Swap:
         elif isinstance(module, nn.Linear):
             by_outputs, bias = self._by_outputs[name], module.bias
             sums = self._sums(module.weight, blocks=1), None if bias is None else self._sums(bias, tokens=1)
+            self._weights.append(self._names[id(module.weight)])
             self._set(module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, sums, pieces))
         elif isinstance(module, nn.Embedding):
             into, (first, _) = self._sums(module.weight, tokens=1), self._vocabulary()
@@ -158,6 +162,13 @@ class _Swap:
         first, vocabulary = self._vocabulary()
         width = -(-vocabulary // (self.pieces.here * self.pieces.tp.size))
         return ExactHead(self.policy.head_arguments()["weight_VD"], first, vocabulary, width, self._head, self.pieces)
+
+    def share_integers(self) -> None:
+        """Let each rank of cp keep a part of the integers of linear layers; see `parts`."""
+        shards = self.policy.shards
+        whole = [name for name in self._weights if not (shards[name].over_dp_cp or shards[name].gradient_is_partial)]
+        dtypes = {name: parameter.dtype for name, parameter in self.policy.model.named_parameters()}
+        share_integers({name: self.accumulators[name] for name in whole}, dtypes, self.policy.mesh)
 
     def back(self) -> None:
         """Restore every module's own forward."""

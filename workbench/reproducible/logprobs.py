@@ -4,10 +4,11 @@ Each piece c gives its largest logit m_c, s_c = sum exp(z - m_c), u_c = sum exp(
 With m the largest of all, and sums over pieces by pairs:
     s = sum e^(m_c - m) s_c      u = sum e^(m_c - m) (u_c + (m_c - m) s_c)      q = sum q_c
     logprob = z_target - m - log s     entropy = log s - u / s     logsumexp = m + log s     mean square = q / V
-Logits exist for one block and piece at a time, and are recomputed in backward; their gradients for a few blocks.
+Logits exist for one block, or fewer tokens where their number changes no bit, and one piece at a time, and are
+recomputed in backward; their gradients for a few blocks.
 
-Letters: T tokens of a rank | b tokens of a block | C pieces of the vocabulary | V vocabulary | v columns of a piece |
-D width.
+Letters: T tokens of a rank | b tokens of a block, or fewer | C pieces of the vocabulary | V vocabulary | v columns of a
+piece | D width.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class _FromHidden(Function):
     ) -> tuple[Tensor, ...]:
         hidden_TD = hidden_TD.contiguous()
         block, statistics = head.pieces.block, head.pieces.kernels.piece_statistics
-        outputs = []
-        for hidden_bD, targets_b, divisor_b in _blocks(block, hidden_TD, targets_T, temperature_T):
+        few, outputs = head.pieces.kernels.rows_of_logits(block), []
+        for hidden_bD, targets_b, divisor_b in _blocks(few, hidden_TD, targets_T, temperature_T):
             logits = ((first, head.logits(hidden_bD, rows_vD)) for first, rows_vD in head.parts())
             outputs.append(
                 torch.stack([statistics(logits_bv, targets_b - first, divisor_b) for first, logits_bv in logits])
@@ -99,14 +100,14 @@ class _FromHidden(Function):
         kernels, block, into = head.pieces.kernels, head.pieces.block, head.into
         gradients_4T = torch.stack(gradients).masked_fill(targets_T < 0, 0)
         gradients_4T[3] /= head.vocabulary
-        together = block * max(1, TOGETHER // block)  # tokens
+        few, together = kernels.rows_of_logits(block), block * max(1, TOGETHER // block)  # tokens
         dtype = None if head.pieces.is_whole else torch.float32
         parts_T: list[list[Tensor]] = []
         for group in _blocks(together, hidden_TD, targets_T, temperature_T, merged_4T.T, gradients_4T.T):
             parts = []
             for first, rows_vD in head.parts():
                 d_tv = torch.empty(len(group[0]), len(rows_vD), dtype=hidden_TD.dtype, device=hidden_TD.device)
-                for d_bv, hidden_bD, targets_b, divisor_b, merged_b4, gradients_b4 in _blocks(block, d_tv, *group):
+                for d_bv, hidden_bD, targets_b, divisor_b, merged_b4, gradients_b4 in _blocks(few, d_tv, *group):
                     _, entropy_b, logsumexp_b, _ = merged_b4.T.contiguous()
                     kernels.piece_gradient(
                         head.logits(hidden_bD, rows_vD),

@@ -93,6 +93,7 @@ class _Linear(Function):
             rows = zip(dy_TN.chunk(here, 1), weight_NK.chunk(here), strict=True)
             parts = [kernels.matmul_backward(dy, weight, pieces.block, width, torch.float32) for dy, weight in rows]
             dx_TK = sum_over_pieces(parts, pieces.tp).to(dy_TN.dtype)
+        into.added()  # not before: the GEMM would wait for the processors that a sum over ranks takes
         return dx_TK.view(ctx.shape), None, None, None, None, None
 
 

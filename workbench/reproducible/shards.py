@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.policy.model import Policy, decoder_layers
+from workbench.reproducible import parts
 from workbench.reproducible.exact_sums import Accumulator
 from workbench.sharding.collectives import all_sum_, buckets, gather_equal, scatter_sum
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
-
-BUCKET = 2**23
-"""Maximum elements of parameters that are reduced over ranks together."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,13 @@ def sum_over_ranks(
     """Reduce integers over ranks and convert them to gradients; of each parameter this rank's elements.
 
     For a parameter that is replicated over dp x cp, each rank reduces and converts a part, and the converted parts are
-    gathered: they take fewer bytes than integers, and no conversion is repeated. Its integers are freed.
+    gathered: they take fewer bytes than integers, and no conversion is repeated. Its integers are freed, those of an
+    embedding come last: they exist from here on only (`Accumulator.add_at`).
 
-    Collective over dp_cp, and over tp for replicated parameters that act on a rank's own heads.
+    Collective over dp_cp, dp and cp, and over tp for replicated parameters that act on a rank's own heads.
 
     ``finish`` converts integers to a gradient of a dtype, element by element. Parameters come in an order that is the
-    same on every rank.
+    same on every rank: replicated ones from the last to the first.
     """
     sharded = {
         name: accumulators[name].flush(own_rows(mesh)) for name, one in parameters.items() if one.shard.over_dp_cp
@@ -83,18 +82,22 @@ def sum_over_ranks(
     partial = [name for name, one in parameters.items() if one.shard.gradient_is_partial]
     all_sum_([sharded[name] if name in sharded else accumulators[name].total for name in partial], mesh["tp"])
     yield from ((name, finish(rows, parameters[name].parameter.dtype)) for name, rows in sharded.items())
-    replicated = {name: one.parameter for name, one in parameters.items() if not one.shard.over_dp_cp}
-    for names in buckets(list(replicated), BUCKET, lambda name: (replicated[name].dtype, replicated[name].numel())):
+    replicated = {name: parameters[name].parameter for name in reversed(list(parameters)) if name not in sharded}
+    in_parts = {name: bucket for name in replicated if (bucket := accumulators[name].bucket) is not None}
+    for bucket in dict.fromkeys(in_parts.values()):
+        yield from bucket.gradients(finish, replicated[bucket.names[0]].dtype)
+    apart = [name for name in replicated if name not in in_parts]
+    for names in buckets(apart, parts.BUCKET, lambda name: (replicated[name].dtype, replicated[name].numel())):
         dtype = replicated[names[0]].dtype
         flat = [accumulators[name].total.view(-1) for name in names]
         integers = torch.cat(flat) if len(flat) > 1 else flat[0]
         del flat
         for name in names:
             accumulators[name].release()
-        elements, parts = len(integers), mesh["dp_cp"].size
-        if elements % parts:
-            integers = torch.cat([integers, integers.new_zeros(-elements % parts)])
-        finished = finish(scatter_sum(integers.view(parts, -1), mesh["dp_cp"]), dtype)
+        elements, ranks = len(integers), mesh["dp_cp"].size
+        if elements % ranks:
+            integers = torch.cat([integers, integers.new_zeros(-elements % ranks)])
+        finished = finish(scatter_sum(integers.view(ranks, -1), mesh["dp_cp"]), dtype)
         del integers
         whole = gather_equal(finished, mesh["dp_cp"]).view(-1)[:elements]
         pieces = whole.split([replicated[name].numel() for name in names])

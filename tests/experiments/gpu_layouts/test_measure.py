@@ -131,7 +131,7 @@ def test_one_rank_prepares_measures_and_agrees_with_itself(tmp_path):
 def test_a_refused_layout_states_the_reason(tmp_path):
     (tmp_path / "plan.yaml").write_text((project_root() / "experiments/gpu_layouts/dry_run.yaml").read_text())
     rank = layouts.Rank(tmp_path, torch.device("cpu"), 1)
-    layouts._save_model(rank.plan, tmp_path / "model")
+    layouts.save_model(rank.plan, tmp_path / "model")
     kernel = rank.plan.layouts["one_rank"].model_copy(update={"kernel": "flash"})
     rank.plan = rank.plan.model_copy(update={"layouts": {"one_rank": kernel}})
     workload = rank.plan.workloads["float32_tiny"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench.policy.model import load_policy
-from workbench.reproducible import Resolution, install, shards
+from workbench.reproducible import Resolution, install, parts
 from workbench.reproducible.exact_sums import Accumulator, Leaves
 from workbench.reproducible.kernels import plain
 from workbench.reproducible.shards import LocalParameter, local_parameters, own_rows, sum_over_ranks
@@ -28,7 +28,7 @@ def one_number(total):
 @pytest.mark.parametrize("bucket", [2**23, 1, 3000])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, monkeypatch):
-    monkeypatch.setattr(shards, "BUCKET", bucket)
+    monkeypatch.setattr(parts, "BUCKET", bucket)
     given = {}
 
     def summed(mesh):
@@ -48,13 +48,13 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
 
 
 def held_of(sizes):
-    """Whole parameters of these sizes and dtypes, and their accumulators full of their own numbers."""
+    """Whole parameters and accumulators full of their own numbers; sizes and dtypes from the last to the first."""
     held = {
         f"{number} of {size}": LocalParameter(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
-        for number, (size, dtype) in enumerate(sizes)
+        for number, (size, dtype) in reversed(list(enumerate(sizes)))
     }
     accumulators = {name: Accumulator(one.parameter.shape, torch.device("cpu"), Leaves()) for name, one in held.items()}
-    for number, accumulator in enumerate(accumulators.values()):
+    for number, accumulator in enumerate(reversed(accumulators.values())):
         accumulator.total.fill_(number + 1)
     return held, accumulators
 
@@ -65,7 +65,7 @@ def held_of(sizes):
     [([4, 6], [10]), ([4, 7], [4, 7]), ([2, 3, 5, 1], [10, 1]), ([11, 2, 12], [11, 2, 12]), ([6, 3, 3, 3], [9, 6])],
 )
 def test_neighbours_are_summed_together_until_a_bucket_is_full(sizes, together, first, monkeypatch):
-    monkeypatch.setattr(shards, "BUCKET", 10)
+    monkeypatch.setattr(parts, "BUCKET", 10)
     held, accumulators = held_of([(size, first) for size in sizes])
     finished = []
 
@@ -81,18 +81,39 @@ def test_neighbours_are_summed_together_until_a_bucket_is_full(sizes, together, 
 def test_neighbours_of_two_dtypes_are_finished_in_their_own():
     held, accumulators = held_of([(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float32), (5, torch.bfloat16)])
     results = dict(sum_over_ranks(accumulators, held, single_process_mesh(), torch.Tensor.to))
-    assert [values.dtype for values in results.values()] == [one.parameter.dtype for one in held.values()]
+    assert [values.dtype for values in results.values()] == [one.parameter.dtype for one in reversed(held.values())]
     assert [one_number(values) for values in results.values()] == [1, 2, 3, 4]
 
 
 def test_a_bucket_of_one_is_not_copied_and_a_shared_one_frees_its_memory(monkeypatch):
     """The integers of an embedding are the largest of a step, and a small gradient that is kept keeps no bucket."""
-    monkeypatch.setattr(shards, "BUCKET", 10)
+    monkeypatch.setattr(parts, "BUCKET", 10)
     held, accumulators = held_of([(12, torch.float32), (3, torch.float32), (4, torch.float32)])
-    where = [accumulator.total.data_ptr() for accumulator in accumulators.values()]
+    where = [accumulator.total.data_ptr() for accumulator in reversed(accumulators.values())]
     results = [values for _, values in sum_over_ranks(accumulators, held, single_process_mesh(), as_they_are)]
     assert results[0].data_ptr() == where[0]
     assert [values.untyped_storage().nbytes() for values in results] == [12 * 8, 3 * 8, 4 * 8]
+
+
+def test_integers_of_an_embedding_exist_when_those_of_the_head_are_gone(monkeypatch):
+    """Until then rows of its gradient wait: the two are the largest integers of a step."""
+    monkeypatch.setattr(parts, "BUCKET", 10)
+    held, accumulators = held_of([(12, torch.float32)])
+    embedding = Accumulator(torch.Size([30, 2]), torch.device("cpu"), Leaves(tokens=1))
+    embedding.start(0)
+    embedding.add_at(plain, torch.full((3, 2), 5.0), torch.tensor([1, 29, 1]))
+    held = {"embedding": LocalParameter(torch.nn.Parameter(torch.zeros(30, 2)), ParameterShard()), **held}
+    accumulators = {"embedding": embedding, **accumulators}
+    live = []
+
+    def finish(total, dtype):
+        live.append([name for name, one in accumulators.items() if one._total is not None])
+        return total.to(dtype)
+
+    results = dict(sum_over_ranks(accumulators, held, single_process_mesh(), finish))
+    assert list(results) == ["0 of 12", "embedding"]
+    assert live == [[], []]  # as each is converted, its integers belong to no accumulator any more
+    assert results["embedding"][[1, 29], 0].tolist() == [10.0, 5.0]
 
 
 def plain_half(total, dtype):

@@ -26,6 +26,11 @@ ALIGNMENT = 64
 """Bytes: a BLAS may take another code path for an operand of another alignment."""
 
 
+def rows_of_logits(block: int) -> int:
+    """Return the number of tokens whose logits are computed at a time: those of a block."""
+    return block
+
+
 def canonical(values: Tensor) -> Tensor:
     """Return the values contiguous, with the same alignment in every layout."""
     values = values.contiguous()

@@ -52,6 +52,11 @@ def refusal(dtype: torch.dtype, device: torch.device, block: int) -> str | None:
     return None
 
 
+def rows_of_logits(block: int) -> int:
+    """Return the number of tokens whose logits are computed at a time: few, because no row depends on the others."""
+    return min(block, 512)
+
+
 def matmul(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
     """[T, N] x @ weight.T, summed in float32 and rounded once.
 
