@@ -6,7 +6,8 @@ torch's fake backend: a rank has its own tokens, its own part of the parameters 
 memory is that of the rank, and time is that of the rank without communication. Gathered values are copies of its own,
 sums are its own parts: losses, gradients and weights are those of no run, and none is recorded. Layouts are left out in
 which values decide what a rank does: tp, whose sharded weights are checked when they are loaded, pp, whose stages send
-each other shapes and results, and experts on several ranks, whose tokens come from others.
+each other shapes and results, and experts on several ranks, whose tokens come from others; and ulysses, whose rank
+took longer alone than in its job (torch 2.11, H200: not understood).
 
 Next to the plan: `PLAN.alone.json`, which the pages of real measurements reject.
 
@@ -296,6 +297,12 @@ def _measured(subject: Callable[[], Subject], entry: str, layout: LayoutSpec, ra
 
 
 def _refuse(layout: LayoutSpec) -> None:
+    if layout.cp > 1 and layout.attention in ("ulysses", "hybrid"):
+        raise SpecError(
+            f"one rank of {layout} alone",
+            rule="a rank alone takes no longer than in its job, but one that exchanges heads did on an H200",
+            fix="measure this layout on as many GPUs",
+        )
     if layout.world_size != layout.dp * layout.cp or layout.ep > 1:
         raise SpecError(
             f"one rank of {layout} alone",

@@ -32,6 +32,7 @@ layouts:
   one_rank: {}
   cp2_contiguous: {cp: 2, order: contiguous}
   tp2: {tp: 2}
+  cp2_ulysses: {cp: 2, attention: ulysses}
 """
 MODES = """
 question: Does it run?
@@ -74,9 +75,9 @@ def test_ranks_of_layouts_are_measured_one_after_the_other(tmp_path, capsys):
     main(["gpu_layouts/tiny", "--samples", "1"])
     record = from_json((tmp_path / "gpu_layouts/tiny.alone.json").read_text())
     entries = record["entries"]
-    assert list(entries) == ["tiny/one_rank", "tiny/cp2_contiguous", "tiny/tp2"]
+    assert list(entries) == ["tiny/one_rank", "tiny/cp2_contiguous", "tiny/tp2", "tiny/cp2_ulysses"]
     # the second half of a document has more query-key pairs
-    assert [list(entry["alone"]) for entry in entries.values()] == [["0"], ["0", "1"], ["0"]]
+    assert [list(entry["alone"]) for entry in entries.values()] == [["0"], ["0", "1"], ["0"], ["0", "1"]]
     for entry in list(entries.values())[:2]:
         for measured in entry["alone"].values():
             assert set(measured) == {"fast"}
@@ -88,7 +89,8 @@ def test_ranks_of_layouts_are_measured_one_after_the_other(tmp_path, capsys):
     whole = entries["tiny/one_rank"]["alone"]["0"]["fast"]["step_ms"]
     assert slowest["efficiency_bound"] == pytest.approx(whole / (2 * max(both)))
     assert "those of tp, pp and ep do not" in entries["tiny/tp2"]["alone"]["0"]["left_out"]
-    assert entries["tiny/tp2"]["slowest"] == {}
+    assert all("exchanges heads" in one["left_out"] for one in entries["tiny/cp2_ulysses"]["alone"].values())
+    assert entries["tiny/tp2"]["slowest"] == entries["tiny/cp2_ulysses"]["slowest"] == {}
     assert VALUES in capsys.readouterr().out
     assert not dist.is_initialized()
 

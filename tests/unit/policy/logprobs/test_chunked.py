@@ -230,7 +230,7 @@ def test_on_a_gpu_products_of_any_width_are_summed_in_float32(dtype):
     engine.backward(chunk, gradients, into, slice(0, 100), first=True)
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     output = token_logprobs(*exact, targets, temperature=0.7, outputs=EVERYTHING)
-    sum((x_T * g_T).sum() for x_T, g_T in zip(output, gradients, strict=False)).backward()
+    sum((x_T * g_T).sum() for x_T, g_T in zip(output[:4], gradients[:4], strict=True)).backward()
     for one, other in zip(chunk.head_output[:4], output[:4], strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-5)
     bar = max(1e-6, torch.finfo(dtype).eps)  # measured on an H200: 2.3e-7 in float32, 2.8e-3 in bfloat16
