@@ -34,7 +34,7 @@ def slice_of(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
 
 def finite_or_zero(values_FC: Tensor) -> Tensor:
     """Values, with 0 for those that are not finite."""
-    return torch.where(values_FC.isfinite(), values_FC, 0.0)
+    return torch.nan_to_num(values_FC, 0.0, 0.0, 0.0)
 
 
 def slack(values_FC: Tensor) -> Tensor:
