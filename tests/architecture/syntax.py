@@ -1,4 +1,4 @@
-"""The nodes of a syntax tree, in a third of the time of `ast.walk`: these tests go through every file of the project."""
+"""The nodes of a syntax tree, faster than `ast.walk`: the tests of this folder go through every file of the project."""
 
 from __future__ import annotations
 
