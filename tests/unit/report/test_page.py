@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
+from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, bare, layout_parity, renamed
 from tests.helpers.stand_in import stand_in
 from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
@@ -70,12 +70,6 @@ def text(comparison):
 @pytest.fixture(scope="module")
 def read(text):
     return Reader(text)
-
-
-def bare(c, *kept):
-    """A configuration without the numbers of its figures, but for these fields: drawing is most of a page's time."""
-    numbers = {"steps": [], "ratios": {}, "parameters": [], "whole_gradient": []}
-    return replace(c, **{name: nothing for name, nothing in numbers.items() if name not in kept})
 
 
 def section(text, title):
