@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-_SIGNS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+SIGNS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 
 def nodes(tree: ast.AST) -> list[ast.AST]:
@@ -16,7 +16,7 @@ def nodes(tree: ast.AST) -> list[ast.AST]:
         for name in node._fields:
             value = getattr(node, name, None)
             if type(value) is list:
-                reached += [each for each in value if isinstance(each, ast.AST) and not isinstance(each, _SIGNS)]
-            elif isinstance(value, ast.AST) and not isinstance(value, _SIGNS):
+                reached += [each for each in value if isinstance(each, ast.AST) and not isinstance(each, SIGNS)]
+            elif isinstance(value, ast.AST) and not isinstance(value, SIGNS):
                 reached.append(value)
     return reached

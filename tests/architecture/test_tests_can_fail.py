@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.syntax import nodes
+from tests.architecture.syntax import SIGNS, nodes
 
 TESTS = Path(__file__).parents[1]
 COMPARISONS = {"allclose", "array_equal", "array_equiv", "isclose", "equal"}
@@ -153,3 +153,8 @@ def test_each_kind_is_seen(source, kind):
 )
 def test_a_sound_test_is_passed_over(source):
     assert list(findings(source)) == []
+
+
+def test_the_walk_reaches_every_node():
+    tree = ast.parse(Path(__file__).read_text())
+    assert nodes(tree) == [node for node in ast.walk(tree) if not isinstance(node, SIGNS)]
