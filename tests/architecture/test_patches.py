@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.syntax import nodes
+
 TESTS = Path(__file__).parents[1]
 OURS = ("workbench", "tests", "experiments")
 AS_TORCH_DOES = ("helpers/lent_kernels.py", "helpers/pretended_ring.py")
@@ -87,9 +89,9 @@ def test_names_of_the_package_may_be_patched(code):
 
 def foreign_patches(code):
     """Return (line, target) of each replaced attribute of a foreign module, class or object."""
-    tree = ast.parse(code)
-    names = dict(_imported(tree))
-    for node in ast.walk(tree):
+    everything = nodes(ast.parse(code))
+    names = dict(_imported(everything))
+    for node in everything:
         if isinstance(node, ast.Import | ast.ImportFrom):
             whole = {f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for alias in node.names}
             if any(name.startswith("unittest.mock") for name in whole):
@@ -119,9 +121,9 @@ def foreign_patches(code):
                 yield node.lineno, f"{ast.unparse(owner)}.{getattr(rest[0], 'value', '?')}"
 
 
-def _imported(tree):
+def _imported(everything):
     """Return the meanings of names that are imported anywhere in the file, or by `importlib.import_module("...")`."""
-    for node in ast.walk(tree):
+    for node in everything:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield (

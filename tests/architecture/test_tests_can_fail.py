@@ -1,10 +1,13 @@
 """No test is unable to fail: no dropped comparison, value compared with itself, returned verdict or test never run."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.architecture.syntax import SIGNS, nodes
 
 TESTS = Path(__file__).parents[1]
 COMPARISONS = {"allclose", "array_equal", "array_equiv", "isclose", "equal"}
@@ -17,8 +20,9 @@ def called(call):
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def asserts_something(function):
-    for node in ast.walk(function):
+def asserts_something(below):
+    """True if one of the nodes of a function asserts or expects something."""
+    for node in below:
         if isinstance(node, ast.Assert):
             return True
         if isinstance(node, ast.Call) and (called(node).startswith(("assert_", "expect", "raises", "gradcheck"))):
@@ -26,9 +30,9 @@ def asserts_something(function):
     return False
 
 
-def aliases(tree):
+def aliases(everything):
     """Names that stand for a comparison: ``close = torch.allclose``, ``from torch import allclose as close``."""
-    for node in ast.walk(tree):
+    for node in everything:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and node.value.attr in COMPARISONS:
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
         if isinstance(node, ast.ImportFrom):
@@ -42,12 +46,12 @@ def always_true(condition):
     return isinstance(condition, ast.GeneratorExp | ast.Lambda) or bool(getattr(condition, "elts", ()))
 
 
-def never_collected(tree):
+def never_collected(tree, everything):
     """(line, sentence) of each test that pytest passes by: it takes ``test_*`` at the top or in a class ``Test*``."""
-    tests = [node for node in ast.walk(tree) if isinstance(node, FUNCTION) and node.name.startswith("test_")]
+    tests = [node for node in everything if isinstance(node, FUNCTION) and node.name.startswith("test_")]
     suites = [
         node
-        for node in ast.walk(tree)
+        for node in everything
         if isinstance(node, ast.ClassDef)
         and node.name.startswith("Test")
         and not [f for f in node.body if isinstance(f, FUNCTION) and f.name == "__init__"]
@@ -64,10 +68,12 @@ def never_collected(tree):
 
 def findings(source):
     tree = ast.parse(source)
+    everything = nodes(tree)
+    below = functools.cache(nodes)  # of a function: a helper is looked at for each test that calls it
     helpers = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    comparisons = COMPARISONS.union(aliases(tree))
-    yield from never_collected(tree)
-    for node in ast.walk(tree):
+    comparisons = COMPARISONS.union(aliases(everything))
+    yield from never_collected(tree, everything)
+    for node in everything:
         if isinstance(node, ast.Assert) and always_true(node.test):
             yield node.lineno, "always true"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and called(node.value) in comparisons:
@@ -76,24 +82,30 @@ def findings(source):
             left, right = (NO_CHANGE.sub("", ast.unparse(a)) for a in node.args[:2])
             if left == right:
                 yield node.lineno, "compared with itself"
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq) and "lambda" not in ast.unparse(node):
-            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-            if left == right and "(" not in left:
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq) and alike(node):
+            left = ast.unparse(node.left)
+            if left == ast.unparse(node.comparators[0]) and "(" not in left and "lambda" not in ast.unparse(node):
                 yield node.lineno, "compared with itself"
-    for test in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name.startswith("test_")):
-        names = {called(c) for c in ast.walk(test) if isinstance(c, ast.Call)}
-        if not asserts_something(test) and not any(asserts_something(helpers[n]) for n in names & helpers.keys()):
+    for test in (f for f in everything if isinstance(f, ast.FunctionDef) and f.name.startswith("test_")):
+        names = {called(c) for c in below(test) if isinstance(c, ast.Call)}
+        called_helpers = (below(helpers[name]) for name in names & helpers.keys())
+        if not asserts_something(below(test)) and not any(map(asserts_something, called_helpers)):
             yield test.lineno, f"{test.name} asserts nothing"
-        own = [n for n in ast.walk(test) if isinstance(n, ast.Return) and n.value is not None]
+        own = [n for n in below(test) if isinstance(n, ast.Return) and n.value is not None]
         nested = [
             n
-            for f in ast.walk(test)
-            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and f is not test
-            for n in ast.walk(f)
+            for f in below(test)
+            if own and isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and f is not test
+            for n in below(f)
             if isinstance(n, ast.Return)
         ]
         if [n for n in own if n not in nested]:
             yield test.lineno, f"{test.name} returns its verdict"
+
+
+def alike(comparison):
+    """True if both sides are of one kind: only then can their texts be the same, and a text takes long to write."""
+    return type(comparison.left) is type(comparison.comparators[0])
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: str(path.relative_to(TESTS)))
@@ -141,3 +153,8 @@ def test_each_kind_is_seen(source, kind):
 )
 def test_a_sound_test_is_passed_over(source):
     assert list(findings(source)) == []
+
+
+def test_the_walk_reaches_every_node():
+    tree = ast.parse(Path(__file__).read_text())
+    assert nodes(tree) == [node for node in ast.walk(tree) if not isinstance(node, SIGNS)]

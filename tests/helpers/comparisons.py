@@ -132,6 +132,12 @@ def renamed(comparison: Comparison, old: str, new: str) -> Comparison:
     return replace(comparison, configurations=[one(c) for c in comparison.configurations])
 
 
+def bare(c: Configuration, *kept: str) -> Configuration:
+    """A configuration without the numbers of its figures, but for these fields: drawing is most of a page's time."""
+    numbers: dict = {"steps": [], "ratios": {}, "parameters": [], "whole_gradient": []}
+    return replace(c, **{name: nothing for name, nothing in numbers.items() if name not in kept})
+
+
 def _configuration(name: str, settings: dict) -> Configuration:
     spec = RunSpec(
         steps=STEPS, **settings, loss={"surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.05}}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers import warm
 from workbench.errors import VerdictError
 from workbench.pytest_plugin import _write_page
 
@@ -40,7 +41,8 @@ def session(pytester, monkeypatch):
     pytester.makepyfile(TESTS)
 
     def run(*more):
-        return pytester.runpytest_subprocess("-p", "workbench.pytest_plugin", *more)
+        base = f"--basetemp={pytester.path / 'base'}"
+        return pytester.run(warm.python(), "-m", "pytest", base, "-p", "workbench.pytest_plugin", *more)
 
     return run
 

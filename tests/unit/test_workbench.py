@@ -9,6 +9,7 @@ import tomllib
 import pytest
 
 import workbench
+from tests.helpers import warm
 from workbench.records.provenance import project_root
 
 PUBLIC = """
@@ -49,40 +50,28 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = workbench.lunch
 
 
-IN_FORKS = """
-import os, sys
-import torch, torch.distributed, transformers  # once for all; the workbench is new to every child
-assert not [name for name in sys.modules if name.startswith("workbench")]
-for code in sys.argv[1:]:
-    if not (child := os.fork()):
-        exec(code)
-        sys.stderr.flush()
-        os._exit(0)
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit(f"failed: {code}")
-"""
+def run_alone(code):
+    """Run code in a process that has loaded torch and transformers, but nothing of the workbench."""
+    first = "import sys; assert not [name for name in sys.modules if name.startswith('workbench')]; "
+    return subprocess.run([warm.python(), "-c", first + code], capture_output=True, text=True, cwd=project_root())
 
 
-def test_every_module_is_an_attribute_of_its_package():
+@pytest.mark.parametrize("before", [False, True], ids=["alone", "imported before"])
+@pytest.mark.parametrize(
+    "path",
+    ["losses.terms.Term", "sharding.bridge.traffic.Traffic", "systems.translate.contract_table", "rollouts.task"],
+)
+def test_every_module_is_an_attribute_of_its_package(path, before):
     """In an interpreter where nothing else has imported it; also of a package that something has imported."""
-    codes = [
-        f"{first}import workbench as wb; wb.{path}; wb.sharding.orders"
-        for path in (
-            "losses.terms.Term",
-            "sharding.bridge.traffic.Traffic",
-            "systems.translate.contract_table",
-            "rollouts.task",
-        )
-        for first in ("", f"import workbench.{path.split('.')[0]}.{path.split('.')[1]}; ")
-    ]
-    done = subprocess.run([sys.executable, "-c", IN_FORKS, *codes], capture_output=True, text=True, cwd=project_root())
+    first = f"import workbench.{path.split('.')[0]}.{path.split('.')[1]}; " if before else ""
+    done = run_alone(f"{first}import workbench as wb; wb.{path}; wb.sharding.orders")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["prove", "diagnose"])
 def test_a_public_name_is_no_package_of_that_name(name):
     code = f"import workbench.{name}, workbench as wb; wb.{name}.__call__; from workbench.{name} import {name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
+    done = run_alone(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

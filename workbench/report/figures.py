@@ -173,7 +173,7 @@ def _ratio_column(
             band = Rectangle((0, layer - 0.5), 1, 1, transform=rows, color=style.LINE, alpha=0.3, linewidth=0)
             axes.add_artist(band)  # axhspan would also search the limits of the axes, which are set below
     title = style.wrapped(f"{look.sign} {style.elided(c.name)}", width)
-    axes.set_title(title, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
+    axes.set_title(title, y=1.0, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
     how: dict[str, Any] = {"color": look.color, "marker": "o", "markersize": 3.2, "markeredgewidth": 0.8}
     ratios = [style.drawable(p.norm_ratio) for p in parameters]

@@ -118,7 +118,8 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: Literal
         axes.grid(True, axis=grid, color=LINE, linewidth=0.6)
     axes.set_axisbelow(True)
     if title:
-        axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, pad=20 if y else 8)
+        # a title without y is moved above ticks on top, for which matplotlib measures the axis in each pass of a layout
+        axes.set_title(title, loc="left", y=1.0, fontsize=8, fontweight="bold", color=INK, pad=20 if y else 8)
     if y:
         remark(axes, y, (0, 1), offset=(0, 7), fontsize=7.5)
     axes.set_xlabel(x, fontsize=7.5, color=MUTED, loc="left")

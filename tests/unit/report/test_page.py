@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
+from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, bare, layout_parity, renamed
 from tests.helpers.stand_in import stand_in
 from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
@@ -109,7 +109,7 @@ def test_the_same_comparison_gives_the_same_bytes(text, comparison, tmp_path):
 
 def test_settings_have_one_order_before_and_after_saving(comparison, tmp_path):
     """Two settings that the alphabet puts the other way round than the spec: fused_loss, then chunk_tokens."""
-    reference, one = comparison["one_rank-float64"], comparison["tp2-float64"]
+    reference, one = bare(comparison["one_rank-float64"]), bare(comparison["tp2-float64"])
     policy = one.settings["policy"] | {"fused_loss": True, "chunk_tokens": 64}
     assert [key for key in policy if key in ("fused_loss", "chunk_tokens")] == ["fused_loss", "chunk_tokens"]
     other = replace(one, settings=one.settings | {"policy": policy})
@@ -158,13 +158,14 @@ def test_no_floored_parameters_are_reported(comparison):
 def test_where_nothing_was_judged_the_page_speaks_of_no_reference_and_no_floor(text, comparison):
     broad = "The broad grey line is the reference"
     assert broad in section(text, "Gradient norm by step")
-    alone = page(Comparison("x", "?", [comparison["one_rank-float64"], comparison["one_rank-float32"]]))
+    baseline, other = (bare(comparison[name], "steps") for name in ("one_rank-float64", "one_rank-float32"))
+    alone = page(Comparison("x", "?", [baseline, other]))
     assert broad not in alone
     assert "before clipping.</figcaption>" in section(alone, "Gradient norm by step")
     ratios = Reader(section(alone, "Per-parameter norm ratios")).text
     assert ratios.endswith("Per-parameter norm ratios No parameter's gradient was compared with another's.")
     lost = replace(comparison["tp2-float64"], steps=[], parameters=[])
-    assert broad not in page(Comparison("x", "?", [comparison["one_rank-float64"], lost]))
+    assert broad not in page(Comparison("x", "?", [baseline, lost]))
 
 
 def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
@@ -187,7 +188,7 @@ def test_provenance_is_shown(text):
 
 def test_a_run_that_left_no_record_is_still_reported(comparison):
     gone = replace(comparison[FAILED], settings={}, run="", failure={"exception": "lost"}, why="")
-    made = page(Comparison("x", "?", [comparison["one_rank-float32"], gone]))
+    made = page(Comparison("x", "?", [bare(comparison["one_rank-float32"]), gone]))
     assert "lost" in section(made, "Failed runs")
 
 
@@ -221,7 +222,7 @@ def test_hostile_names_stay_text():
 
 
 def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, tmp_path, monkeypatch):
-    path, small = tmp_path / "report.html", replace(comparison, configurations=comparison.configurations[:1])
+    path, small = tmp_path / "report.html", Comparison("x", "?", [bare(comparison["one_rank-float64"])])
     path.write_text("before")
 
     def crash(*_):
@@ -235,13 +236,14 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
 
 def test_a_figure_next_to_the_page_is_redrawn(comparison, tmp_path):
     (tmp_path / "verdicts.svg").write_text("of another comparison")
-    small = replace(comparison, configurations=[comparison["one_rank-float64"], comparison["tp2-float64"]])
+    judged = bare(comparison["tp2-float64"], "whole_gradient")
+    small = replace(comparison, configurations=[bare(comparison["one_rank-float64"]), judged])
     write_report(small, tmp_path / "report.html")
     assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(small), outlines=True)
 
 
 def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
-    small = Comparison("x", "?", [comparison["one_rank-float32"], comparison[FAILED]])
+    small = Comparison("x", "?", [bare(comparison["one_rank-float32"], "steps"), comparison[FAILED]])
     path = write_report(small, tmp_path / "report.html")
     assert path == tmp_path / "report.html"
     assert path.read_text(encoding="utf8") == page(small)

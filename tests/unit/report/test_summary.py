@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.comparisons import FAILED
+from tests.helpers.comparisons import FAILED, bare
 from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison
 from workbench.report import summary as module
@@ -83,16 +83,16 @@ def test_an_unrequested_device_is_marked(comparison):
 
 
 def test_a_machine_without_gpus_is_mentioned_once_and_marks_no_row(comparison):
-    everywhere = [replace(c, device_note="no GPU here") for c in comparison.configurations]
-    bare = replace(comparison, configurations=everywhere)
-    assert shared_note(bare) == "no GPU here"
+    everywhere = [replace(bare(c), device_note="no GPU here") for c in comparison.configurations]
+    on_cpu = replace(comparison, configurations=everywhere)
+    assert shared_note(on_cpu) == "no GPU here"
     assert shared_note(comparison) == ""
-    whole = page(bare)
+    whole = page(on_cpu)
     assert whole.count("no GPU here") == 1
     assert "Every configuration ran on CPU with gloo: no GPU here" in whole
     assert "<mark" not in whole
     not_started = replace(comparison[FAILED], run="", device_note="")
-    assert shared_note(replace(bare, configurations=[*everywhere, not_started])) == "no GPU here"
+    assert shared_note(replace(on_cpu, configurations=[*everywhere, not_started])) == "no GPU here"
 
 
 def test_bitwise_equality_is_reported(comparison):
