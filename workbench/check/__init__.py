@@ -9,7 +9,7 @@ The modules, in the order in which a check is built:
     estimators.py       mistakes in the advantages
     judging.py          causes of the first difference, and what the dump cannot decide
     numbers.py          the step under its settings as they are: recorded, recomputed, bounds
-    screen.py, memo.py  long steps: mistakes excluded on a sample, shared results
+    screen.py, memo.py  mistakes excluded on a sample of the step, shared results
     matching.py         documents and tokens of two dumps of one batch
     against.py          comparison of two systems on one batch
     tokens.py           the trainer's tokens and those that the engine drew

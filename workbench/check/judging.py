@@ -9,7 +9,9 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -47,7 +49,7 @@ from workbench.check.stages import (
     tolerances,
 )
 from workbench.check.verdict import Cause, Stage, StepCheck
-from workbench.dumps.step import StepDump
+from workbench.dumps.step import LOGPROBS, StepDump
 from workbench.errors import WorkbenchError, listed
 
 LAYOUT = ("dp", "cp", "micro_batches")
@@ -55,6 +57,8 @@ AS_RECORDED = "if log-probabilities are those of the model: they are taken as re
 NEEDS_MODEL = "gradient: recorded; it is recomputed with the checkpoint alone (model=, --model)"
 SMALL = 64
 """A factor that is a whole number up to this, or 1 over one, is not read as another count of tokens; a convention."""
+MOVED = ("advantages", "correction_weights", *LOGPROBS)
+"""Values of tokens that enter a loss where tokens train, and nowhere else."""
 MOST_CAUSES = 6
 """Causes of a stage that are listed; a convention."""
 
@@ -126,7 +130,6 @@ class _Tried:
 def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen | None) -> Iterable[_Tried]:
     """Try every mistake. Metrics, which cost most, are computed where they decide."""
     dump = reading.dump
-    metrics = [name for name in null.differing if name.startswith("metrics/")]
     advantages = null.differing.get("advantages")
     if "advantages" in null.expected and ("advantages" not in null.differing or advantages is not None):
         for alternative in advantage_alternatives(reading):
@@ -140,24 +143,62 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
     if not can_evaluate(dump) or (first is not None and not loss_differs):
         return  # nothing that a wrong loss would explain
     fits = () if first is None else (fitted_terms, fitted_bounds)
+    known: dict[str, _Tried | None] = {}
     for alternative in itertools.chain(loss_alternatives(reading), *(fit(reading, null) for fit in fits)):
-        try:
-            if screen is not None and screen.excludes(alternative.reading):
+        key = _values_key(alternative.reading, reading)
+        if key not in known:
+            one = _tried_loss(alternative, reading, null, first, screen)
+            if key is None:
+                if one is not None:
+                    yield one
                 continue
-            expected = recompute_loss(alternative.reading, metrics=False)
-            one = _with(alternative, expected, dump, null)
-            if first is not None and alternative.kind == "denominator" and one.differing.get(_shown(first)):
-                alternative = _by_an_axis(alternative, expected, null, _shown(first))
-                if alternative.reading.factor != reading.factor:
-                    one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
-            needed = one.differing if first is None else first.compared
-            if first is None and not one.acts:
-                continue  # metrics decide nothing: it would change no number that is missing
-            if metrics and (set(metrics) & {*needed} or not any(map(one.differing.get, needed))):
-                one = _with(alternative, recompute_loss(alternative.reading), dump, null)
-        except (WorkbenchError, ArithmeticError):
-            continue
-        yield one
+            known[key] = one
+        if (one := known[key]) is not None:
+            yield replace(one, alternative=alternative)
+
+
+def _values_key(changed: Reading, reading: Reading) -> str | None:
+    """Return a digest of a reading that differs by values of tokens alone; None for another.
+
+    Values of two readings are often the same where tokens train: shifted ones differ at the ends of documents.
+    """
+    if replace(changed, dump=reading.dump) != reading or changed.dump.documents is not reading.dump.documents:
+        return None
+    own, mask_T = reading.dump.tokens, reading.dump.loss_mask_T
+    moved = {name: value_T for name, value_T in changed.dump.tokens.items() if own.get(name) is not value_T}
+    if not own.keys() <= changed.dump.tokens.keys() or not moved.keys() <= {*MOVED}:
+        return None
+    digest = hashlib.blake2b()
+    for name in sorted(moved):
+        digest.update(f"{name} {moved[name].dtype}".encode())
+        digest.update(torch.where(mask_T, moved[name].detach().double(), 0.0).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tried_loss(
+    alternative: Alternative, reading: Reading, null: Numbers, first: Stage | None, screen: Screen | None
+) -> _Tried | None:
+    """Try a mistake in the loss; None if it is excluded, decides nothing or cannot be computed."""
+    dump = reading.dump
+    metrics = [name for name in null.differing if name.startswith("metrics/")]
+    try:
+        by_factors = first is not None and alternative.kind == "denominator"  # tried times an axis, too
+        if screen is not None and not by_factors and screen.excludes(alternative.reading):
+            return None
+        expected = recompute_loss(alternative.reading, metrics=False)
+        one = _with(alternative, expected, dump, null)
+        if first is not None and alternative.kind == "denominator" and one.differing.get(_shown(first)):
+            alternative = _by_an_axis(alternative, expected, null, _shown(first))
+            if alternative.reading.factor != reading.factor:
+                one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
+        needed = one.differing if first is None else first.compared
+        if first is None and not one.acts:
+            return None  # metrics decide nothing: it would change no number that is missing
+        if metrics and (set(metrics) & {*needed} or not any(map(one.differing.get, needed))):
+            one = _with(alternative, recompute_loss(alternative.reading), dump, null)
+    except (WorkbenchError, ArithmeticError):
+        return None
+    return one
 
 
 def _shown(first: Stage) -> str:
@@ -183,13 +224,17 @@ def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, q
 def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: Numbers) -> _Tried:
     recorded = {name: value for name, value in null.recorded.items() if name in null.differing}
     bounds = tolerances(expected, (), dump.dtype, [name for name in recorded if name in expected])
-    widened = {
-        name: torch.maximum(torch.as_tensor(bound), torch.as_tensor(null.bounds[name]))
-        for name, bound in bounds.items()
-    }
+    widened = {name: _larger(bound, null.bounds[name]) for name, bound in bounds.items()}
     differing = compare(dump, recorded, expected, widened)
     off = distances(recorded, expected, (name for name, mismatch in differing.items() if mismatch is None))
     return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing, off)
+
+
+def _larger(bound: Tensor | float, other: Tensor | float) -> Tensor | float:
+    """The larger of two bounds; NaN if one is."""
+    if isinstance(bound, Tensor) or isinstance(other, Tensor):
+        return torch.maximum(torch.as_tensor(bound), torch.as_tensor(other))
+    return math.nan if math.isnan(bound) or math.isnan(other) else max(bound, other)
 
 
 def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:

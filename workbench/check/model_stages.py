@@ -78,8 +78,7 @@ def with_model(
     dump = reading.dump
     step = model_step(dump, model, layout)
     own: Precision = precision or dump.dtype  # type: ignore[assignment]  # one of the three names
-    bare = step.take()
-    filled, missing = _filled(reading, bare)
+    filled, missing = _filled(reading, step)
     derivatives: dict[str, Any] = {}
     if not missing:
         numbers = recompute_loss(filled, metrics=False, by_entropy=True)
@@ -87,7 +86,7 @@ def with_model(
         derivatives["coefficients_T"] = torch.as_tensor(numbers["coefficients"]) if recorded_T is None else recorded_T
         of_entropies = numbers.get("entropy_coefficients")
         derivatives["of_entropies_T"] = None if of_entropies is None else torch.as_tensor(of_entropies)
-    exact = step.take(**derivatives) if derivatives else bare
+    exact = step.take(**derivatives)
     rounded = exact if own == "float64" else step.take(own, layout=LayoutSpec(), **derivatives)
     truth = _Truth(step, exact, rounded, own)
     first, causes, places = _logprobs_stage(dump, truth)
@@ -109,12 +108,12 @@ def with_model(
     )
 
 
-def _filled(reading: Reading, bare: Passed) -> tuple[Reading, str]:
+def _filled(reading: Reading, step: ModelStep) -> tuple[Reading, str]:
     """The step with the model's values where it recorded none; and why its loss cannot be computed, if so."""
     dump = reading.dump
     if dump.advantages_T is None:
         return reading, "no advantages"
-    filled = reading if can_evaluate(dump) else reading.with_tokens(policy_logprobs=bare.logprobs_T)
+    filled = reading if can_evaluate(dump) else reading.with_tokens(policy_logprobs=step.take().logprobs_T)
     try:
         recompute_loss(filled, metrics=False)
     except WorkbenchError as error:

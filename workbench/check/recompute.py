@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from workbench.check.memo import Memo
 from workbench.check.reading import Reading
-from workbench.dumps.step import StepDump
+from workbench.dumps.step import LOGPROBS, StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
 from workbench.losses.corrections import CORRECTION_WEIGHTS
@@ -109,50 +109,48 @@ def recompute_loss(
     memo = Memo() if reading.memo is None else reading.memo
     groups = (dump.document_ids_T, dump.documents.get("rows"))
     indices = memo.get("rows", groups, None, lambda: _rows(dump))
-    weights, totals = memo.get(*_weights_key(reading, shift), lambda: _weights(reading, indices, shift))
+    weights, totals = memo.get(*_weights_key(reading, shift), lambda: _weights(reading, indices, shift, memo))
     if (scale := reading.scale) is not None:
         weights = [scale.apply(by_name, index_T) for by_name, index_T in zip(weights, indices, strict=True)]
     if sample_T is not None:
-        whole, kept_T = indices, sample_T
-
-        def of_rows() -> list[tuple[Tensor, Tensor]]:
-            return [(kept_T[index_T], index_T[kept_T[index_T]]) for index_T in whole]
-
-        pairs = memo.get("sample", (*groups, sample_T), None, of_rows)
-        weights = [_sampled(by_name, keep_T) for by_name, (keep_T, _) in zip(weights, pairs, strict=True)]
-        indices = [index_T for _, index_T in pairs]
-    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
-    loss, merged = _loss(reading), _Merged(len(dump.document_ids_T))
+        sampled = _sample(indices, sample_T, memo)
+        of_step = weights
+        weights = memo.get(
+            "sampled weights",
+            (of_step, sampled),
+            None,
+            lambda: [_sampled(of_step[number], keep_T) for number, keep_T, _ in sampled.rows],
+        )
+        indices = sampled.indices
+    rows = _training_rows(reading, indices, shift, memo)
+    loss, merged = _loss(reading, memo), _Merged(len(dump.document_ids_T))
     documents_before = 0
-    for row, index_T, of_row in zip(rows, indices, weights, strict=True):
-        leaf_T = _policy(reading, index_T, shift, memo).requires_grad_()
-        entropy_T = _at(dump, "entropies", index_T, memo)
-        if by_entropy and entropy_T is not None:
-            entropy_T = entropy_T.detach().requires_grad_()
-        head_output = TokenLogprobs(leaf_T, entropy_T, None)
-        inputs = loss_inputs(row, head_output, totals)
-        evaluated = evaluate_loss(loss, inputs, of_row, row.loss_mask_T)
+    all_inputs = _inputs(reading, indices, rows, totals, shift, memo, by_entropy=by_entropy)
+    for row, index_T, of_row, (inputs, detached) in zip(rows, indices, weights, all_inputs, strict=True):
+        leaf_T, entropy_T, mask_T = inputs.policy_logprobs_T, inputs.entropy_T, row.loss_mask_T
+        evaluated = evaluate_loss(loss, inputs, of_row, mask_T)
         gradient_T = _gradient(evaluated.scalars["total"].value, leaf_T, keep=by_term or by_entropy)
         if by_entropy and entropy_T is not None:
             of_entropy_T = _gradient(evaluated.scalars["total"].value, entropy_T, keep=by_term) * reading.factor
             merged.add_tokens(index_T, {"entropy_coefficients": of_entropy_T})
         if by_term and len(evaluated.terms) > 1:
             parts = {name: _gradient(evaluated.scalars[name].value, leaf_T, keep=True) for name in evaluated.terms}
-            merged.add_tokens(index_T, {f"parts/{name}": part_T * reading.factor for name, part_T in parts.items()})
-        detached = replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
-        merged.add_tokens(index_T, _of_tokens(detached, spec, evaluated.terms, of_row, gradient_T * reading.factor))
+            trained = {name: torch.where(mask_T, part_T * reading.factor, 0.0) for name, part_T in parts.items()}
+            merged.add_tokens(index_T, {f"parts/{name}": part_T for name, part_T in trained.items()})
+        ratios_T = memo.get("ratios", (detached, spec), None, functools.partial(surrogate_ratio, detached, spec))
+        merged.add_tokens(index_T, _of_tokens(mask_T, ratios_T, evaluated.terms, of_row, gradient_T * reading.factor))
         for name, scalar in evaluated.scalars.items():
             merged.add_loss(name, float(scalar.value.detach()) * reading.factor)
         for name, term in evaluated.terms.items():
             if term.coefficient not in (0, 1):
                 value = float(evaluated.scalars[name].value.detach()) / term.coefficient
                 merged.add_loss(f"{name}_without_coefficient", value * reading.factor)
-            parts_T = term.coefficient * of_row[term.weight].loss_T * torch.where(row.loss_mask_T, term.values_T, 0.0)
-            merged.add_magnitude(name, float(parts_T.detach().abs().sum()))
+            values_T = torch.where(mask_T, term.values_T.detach(), 0.0)
+            merged.add_magnitude(name, float((term.coefficient * of_row[term.weight].loss_T * values_T).abs().sum()))
         with_empty = spec.compat.documents_counted == "all"
-        counted_T = row.document_ids_T[row.document_ids_T >= 0] if with_empty else row.document_ids_T[row.loss_mask_T]
-        merged.counts["tokens"] += float(row.loss_mask_T.sum())
-        merged.counts["documents"] += float(counted_T.unique().numel())
+        counts = memo.get("counts", (row,), with_empty, functools.partial(_counts, row, with_empty=with_empty))
+        merged.counts["tokens"] += counts[0]
+        merged.counts["documents"] += counts[1]
         if metrics and bool(row.loss_mask_T.any()):
             number = int(row.document_ids_T.max()) + 1
             slots = DocumentSlots(documents_before, dump.num_documents)
@@ -169,8 +167,15 @@ def _gradient(value: Tensor, leaf_T: Tensor, *, keep: bool) -> Tensor:
     return torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
 
 
-def _loss(reading: Reading) -> Loss:
-    right, wrong, spec = build_loss(reading.spec), reading.wrong, reading.spec
+def _counts(row: TrainingRow, *, with_empty: bool) -> tuple[float, float]:
+    """Tokens and documents of a row that count."""
+    counted_T = row.document_ids_T[row.document_ids_T >= 0] if with_empty else row.document_ids_T[row.loss_mask_T]
+    return float(row.loss_mask_T.sum()), float(counted_T.unique().numel())
+
+
+def _loss(reading: Reading, memo: Memo) -> Loss:
+    wrong, spec = reading.wrong, reading.spec
+    right = memo.get("loss", (spec,), None, lambda: build_loss(spec))
     return right if wrong is None else lambda inputs: wrong(right, prepare_inputs(inputs, spec), spec)
 
 
@@ -178,7 +183,7 @@ def weights_of(reading: Reading, of: str = "policy") -> Tensor:
     """Return [T] factors of the policy term's values, or of the KL "penalty"'s, in the loss; 0 where nothing trains."""
     name = "policy" if of != "penalty" else reading.spec.compat.kl_denominator
     indices = _rows(reading.dump)
-    weights, _ = _weights(reading, indices, 0.0)
+    weights, _ = _weights(reading, indices, 0.0, Memo() if reading.memo is None else reading.memo)
     whole_T = torch.zeros(len(reading.dump.document_ids_T), dtype=torch.float64)
     for by_name, index_T in zip(weights, indices, strict=True):
         whole_T[index_T] = by_name[name].loss_T[: len(index_T)]
@@ -195,9 +200,10 @@ def _rows(dump: StepDump) -> list[Tensor]:
     return list(torch.argsort(rows_T, stable=True).split(sizes.tolist()))
 
 
-def _weights(reading: Reading, indices: list[Tensor], shift: float) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
-    memo = Memo() if reading.memo is None else reading.memo
-    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
+def _weights(
+    reading: Reading, indices: list[Tensor], shift: float, memo: Memo
+) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
+    rows = _training_rows(reading, indices, shift, memo)
     return step_weights(rows, reading.spec, step_layout=StepLayout(reading.dump.size("dp"), reading.dump.size("cp")))
 
 
@@ -211,6 +217,23 @@ def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | No
         settings = (spec.denominator, spec.denominator_constant, spec.truncated, spec.compat)
         return "weights", (dump.document_ids_T, dump.loss_mask_T, *of_documents), settings
     return "corrected weights", (dump.document_ids_T, *of_documents, *dump.tokens.values()), (repr(spec), shift)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Micro-batches with a token of a sample: (number, which of its tokens, [t] indices of these)."""
+
+    rows: list[tuple[int, Tensor, Tensor]]
+    indices: list[Tensor]
+
+
+def _sample(indices: list[Tensor], sample_T: Tensor, memo: Memo) -> _Sample:
+    def of_rows() -> _Sample:
+        kept = [(number, sample_T[index_T], index_T[sample_T[index_T]]) for number, index_T in enumerate(indices)]
+        rows = [one for one in kept if len(one[2])]
+        return _Sample(rows, [index_T for _, _, index_T in rows])
+
+    return memo.get("sample", (indices, sample_T), None, of_rows)
 
 
 def _sampled(by_name: Mapping[str, TokenWeights], keep_T: Tensor) -> dict[str, TokenWeights]:
@@ -260,6 +283,49 @@ def _policy(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> Tens
     return (policy_T + shift).detach()
 
 
+def _training_rows(reading: Reading, indices: list[Tensor], shift: float, memo: Memo) -> list[TrainingRow]:
+    """Data of each micro-batch; shared by all readings with the same values, such as other settings of the loss."""
+    dump = reading.dump
+    values = (dump.tokens.get(name) for name in ("loss_mask", "advantages", *LOGPROBS, "correction_weights"))
+    of_documents = (dump.documents.get(name) for name in ("rewards", "group_ids", "advantages"))
+    given = reading.spec.correction.ratio.startswith("given")
+    return memo.get(
+        "training rows",
+        (indices, dump.document_ids_T, *values, *of_documents),
+        (shift, given),
+        lambda: [_row(reading, index_T, shift, memo) for index_T in indices],
+    )
+
+
+def _inputs(
+    reading: Reading,
+    indices: list[Tensor],
+    rows: list[TrainingRow],
+    totals: StepTotals,
+    shift: float,
+    memo: Memo,
+    *,
+    by_entropy: bool,
+) -> list[tuple[LossInputs, LossInputs]]:
+    """Inputs of each micro-batch, the policy's log-probabilities a leaf; and the same without gradient."""
+    dump = reading.dump
+
+    def of_rows() -> list[tuple[LossInputs, LossInputs]]:
+        pairs = []
+        for row, index_T in zip(rows, indices, strict=True):
+            entropy_T = _at(dump, "entropies", index_T, memo)
+            if by_entropy and entropy_T is not None:
+                entropy_T = entropy_T.detach().requires_grad_()
+            head_output = TokenLogprobs(_policy(reading, index_T, shift, memo), entropy_T, None)
+            detached = loss_inputs(row, head_output, totals)
+            leaf_T = detached.policy_logprobs_T.detach().requires_grad_()
+            pairs.append((replace(detached, policy_logprobs_T=leaf_T), detached))
+        return pairs
+
+    values = (dump.tokens.get("policy_logprobs"), dump.tokens.get("old_logprobs"), dump.tokens.get("entropies"))
+    return memo.get("inputs", (rows, totals, *values), (shift, by_entropy), of_rows)
+
+
 def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> TrainingRow:
     dump = reading.dump
     of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
@@ -306,17 +372,16 @@ def _lengths(dump: StepDump, ids_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def _of_tokens(
-    inputs: LossInputs,
-    spec: LossSpec,
+    mask_T: Tensor,
+    ratios_T: Tensor,
     terms: Mapping[str, Term],
     weights: Mapping[str, TokenWeights],
     gradient_T: Tensor,
 ) -> dict[str, Tensor]:
-    mask_T = inputs.counts_T
     policy = terms.get("policy")
     values: dict[str, Tensor | None] = {
         "loss_weights": weights["policy"].loss_T,
-        "ratios": surrogate_ratio(inputs, spec),
+        "ratios": ratios_T,
         "coefficients": gradient_T,
         "clipped": None if policy is None else policy.clipped_T,
         "correction_weights": None if policy is None else policy.extras.get("applied_weight"),
@@ -358,7 +423,8 @@ class _Merged:
 
     def add_tokens(self, index_T: Tensor, values: Mapping[str, Tensor]) -> None:
         for name, value_T in values.items():
-            whole_T = self._tokens.setdefault(name, torch.zeros(self._length, dtype=torch.float64))
+            if (whole_T := self._tokens.get(name)) is None:
+                whole_T = self._tokens[name] = torch.zeros(self._length, dtype=torch.float64)
             if len(index_T):
                 whole_T[index_T] = value_T
 

@@ -1,7 +1,8 @@
-"""A sample of the documents of a long step, on which most mistakes are excluded before they are tried on all of it.
+"""A sample of the tokens of a step, on which most mistakes are excluded before they are tried on all of it.
 
 A mistake that leaves a token of the sample different is no cause of that token's stage. The sample is evaluated under
-the weights of the whole step, so that denominators are exact. Losses that look beyond a document (a share of the
+the weights of the whole step, so that denominators are exact. It is one micro-batch of a step that has several, whose
+values are those of the whole step, or documents of a long step. Losses that look beyond a document (a share of the
 tokens of a micro-batch) give other values there: then nothing is excluded.
 """
 
@@ -16,6 +17,7 @@ from workbench.check.numbers import Numbers
 from workbench.check.reading import Reading
 from workbench.check.recompute import Quantities, recompute_loss
 from workbench.check.stages import STAGES, stage_of, tolerances
+from workbench.dumps.step import StepDump
 
 LONG = 65_536
 """Tokens of a step from which on a sample is taken: below, the whole step costs as little; a convention."""
@@ -43,9 +45,10 @@ class Screen:
 
     @classmethod
     def of(cls, reading: Reading, null: Numbers) -> Screen | None:
-        """Return the sample of a long step; None if the step is short, or if nothing can be excluded on a sample."""
+        """Return the sample of a step; None if it is short and in one piece, or if nothing is excluded on a sample."""
         dump = reading.dump
-        if len(dump.document_ids_T) < LONG or dump.num_documents < 2 * SHARE:
+        long = len(dump.document_ids_T) >= LONG and dump.num_documents >= 2 * SHARE
+        if not long and dump.documents.get("rows") is None:
             return None
         tokens = [name for name in null.differing if isinstance(null.recorded[name], Tensor) and name != "advantages"]
         stages = {stage_of(name) for name, mismatch in null.differing.items() if mismatch is not None} - {"advantages"}
@@ -53,6 +56,12 @@ class Screen:
         needed = [names for names in (groups if stages else [tokens]) if names]
         if not needed:
             return None
+        of_first = [mismatch for name in needed[0] if (mismatch := null.differing[name]) is not None]
+        if not long:
+            chosen_N = _micro_batch(dump, of_first[0].token if of_first else None)
+            screen = cls(null, chosen_N[dump.document_ids_T], tuple(map(tuple, needed)))
+            part = bool(chosen_N.any()) and not bool(chosen_N.all())
+            return screen if part else None  # values of a whole micro-batch are those of the step
         chosen = set(range(0, dump.num_documents, SHARE))
         worst = [mismatch.token for mismatch in null.differing.values() if mismatch and mismatch.token is not None]
         chosen |= {int(dump.document_ids_T[token]) for token in worst}
@@ -68,7 +77,8 @@ class Screen:
             SpecError: the loss needs values that the step does not have.
         """
         expected = recompute_loss(reading, metrics=False, sample_T=self.sample_T)
-        own = tolerances(expected, (), reading.dump.dtype)
+        names = {name for group in self.needed for name in group if name in expected}
+        own = tolerances(expected, (), reading.dump.dtype, names)
         return all(any(self._differs(name, expected, own) for name in names) for names in self.needed)
 
     def _differs(self, name: str, expected: Quantities, own: Quantities) -> bool:
@@ -87,3 +97,12 @@ class Screen:
             if not torch.allclose(whole_T, part_T, rtol=1e-9, atol=1e-15):
                 return False
         return True
+
+
+def _micro_batch(dump: StepDump, token: int | None) -> Tensor:
+    """[N] documents of the micro-batch of a token; of the one that trains the most, if None."""
+    rows_N = dump.documents["rows"]
+    if token is not None:
+        return rows_N == rows_N[dump.document_ids_T[token]]
+    trained = torch.bincount(rows_N[dump.document_ids_T[dump.loss_mask_T]])
+    return rows_N == (trained.argmax() if len(trained) else -1)

@@ -92,7 +92,8 @@ class LossInputs:
     statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items() if name.endswith("_T")})
+        tensors = {name: value for name, value in self.__dict__.items() if value is not None and name.endswith("_T")}
+        check_shapes("LossInputs", **tensors)
         for name in ("loss_mask_T", "frozen_clip_T"):
             mask_T = getattr(self, name)
             if mask_T is not None and mask_T.dtype is not torch.bool:
@@ -102,8 +103,8 @@ class LossInputs:
                     rule="a mask is bool",
                     fix=f"pass {name}.bool()",
                 )
-        for name, value in self.__dict__.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
+        for name, value in tensors.items():
+            if value.is_floating_point() and value.element_size() < 4:
                 object.__setattr__(self, name, value.float())
 
     def rounded(self, dtype: torch.dtype) -> LossInputs:

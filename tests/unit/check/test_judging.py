@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from tests.helpers.dumped_step import ADVANTAGES, GROUPS, REWARDS, SETTINGS, advantages, dump, inputs
-from workbench.check import check_step
+from workbench.check import check_step, judging
+from workbench.check.alternatives import loss_alternatives
+from workbench.check.reading import Reading
 from workbench.dumps.step import StepDump
+from workbench.specs.losses import LossSpec
 
 VALUES, MASK = inputs(), inputs()["loss_mask"]
 
@@ -252,3 +255,35 @@ def test_what_padding_holds_is_of_no_account(garbage):
 def test_coefficients_that_are_all_zero_are_a_factor_of_zero():
     check = check_step(dump(factor=0.0))
     assert (check.first.name, check.causes[0].description) == ("coefficients", "coefficients times 0")
+
+
+def test_values_that_are_the_same_where_tokens_train_are_tried_once(monkeypatch):
+    """Every sentence that has these values is listed all the same."""
+    step, counts, results = dump({"old_logprobs": VALUES["old_logprobs"].roll(4, 0)}), [], []
+    recompute = judging.recompute_loss
+    for key in (judging._values_key, lambda changed, reading: None):
+        calls = []
+        monkeypatch.setattr(judging, "_values_key", key)
+        monkeypatch.setattr(judging, "recompute_loss", lambda *a, c=calls, **k: c.append(1) or recompute(*a, **k))
+        results.append(check_step(step).as_json())
+        counts.append(len(calls))
+    assert results[0] == results[1]
+    orders = [cause["description"] for cause in results[0]["causes"] if cause["kind"] == "order"]
+    assert "old_logprobs of other documents (shifted by one group)" in orders
+    assert "old_logprobs of other documents (shifted back by one half)" in orders
+    assert counts[1] - counts[0] == len(others := other_values(step)) - len(set(others)) > 30
+
+
+def other_values(step):
+    """Names and values, where tokens train, of each mistake that changes values alone."""
+    own = Reading(step, LossSpec(**SETTINGS))
+    readings = [one.reading for one in loss_alternatives(own)]
+    return [
+        tuple(
+            (name, tuple(value_T[step.loss_mask_T].tolist()))
+            for name, value_T in sorted(reading.dump.tokens.items())
+            if value_T is not step.tokens.get(name)
+        )
+        for reading in readings
+        if replace(reading, dump=step) == own and reading.dump.loss_mask_T is step.loss_mask_T
+    ]

@@ -1,5 +1,6 @@
 """Log-probabilities and gradient against the checkpoint: what agrees, and the cause of what differs."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from tests.helpers.model_step import LENGTHS, MODEL, documents, dump, logprobs, mask, stock
 from workbench.check import check_step, read_dump
-from workbench.check.model import model_step
+from workbench.check.model import ModelStep, model_step
 from workbench.check.stages import ROUNDING
 from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
@@ -28,9 +29,15 @@ def checked(step, **more):
     return check_step(step, model=MODEL, **more)
 
 
+@functools.cache
+def right():
+    """The check of the right step, which several tests read."""
+    return checked(dump())
+
+
 @pytest.mark.parametrize("layout", [None, {"cp": 2, "dp": 2}], ids=str)
 def test_a_right_step_agrees_with_its_whole_gradient(layout):
-    check = checked(dump(), layout=layout)
+    check = right() if layout is None else checked(dump(), layout=layout)
     assert check.verdict == "agrees", check
     assert [stage.name for stage in check.stages if stage.status == "agrees"] == [
         "log-probabilities",
@@ -85,6 +92,16 @@ def test_without_policy_logprobs_the_old_ones_are_compared():
     assert check.verdict == "agrees"
     assert check.of_model.gradient_norm > 1
     assert "gradient: not recorded; the norm is what this step gives" in check.undecided
+
+
+def test_a_model_is_passed_once_unless_it_gives_what_the_loss_lacks(monkeypatch):
+    passes, take = [], ModelStep.take
+    monkeypatch.setattr(ModelStep, "take", lambda self, *a, **named: passes.append(named) or take(self, *a, **named))
+    step = replace(dump(), losses={}, gradients={}, gradient_norm=None)
+    for changes, given in (({}, [True]), ({"policy_logprobs": None}, [False, True]), ({"advantages": None}, [False])):
+        passes.clear()
+        checked(step.with_tokens(**changes))
+        assert ["coefficients_T" in named for named in passes] == given
 
 
 def test_a_factor_of_the_gradient_has_the_name_of_the_size():
@@ -152,7 +169,7 @@ def test_the_tolerance_is_that_of_the_trainers_precision():
 
 def test_a_gradient_without_a_model_is_said_to_be_open():
     assert any(one.startswith("gradient: recorded") for one in check_step(dump()).undecided)
-    assert not any("recorded; it is" in one for one in checked(dump()).undecided)
+    assert not any("recorded; it is" in one for one in right().undecided)
 
 
 def test_settings_of_the_pass_without_a_model_are_an_error():

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.helpers.dumped_step import SETTINGS, advantages, dump, inputs, loss
+from workbench.check.alternatives import loss_alternatives
+from workbench.check.memo import Memo
 from workbench.check.reading import Reading, Whole
 from workbench.check.recompute import can_evaluate, recompute_advantages, recompute_loss
-from workbench.errors import SpecError
+from workbench.errors import SpecError, WorkbenchError
 from workbench.specs.losses import LossSpec
 
 SPEC = LossSpec(**SETTINGS)
@@ -28,6 +30,8 @@ def test_loss_terms_and_coefficients_are_those_of_plain_arithmetic():
     assert result["losses/kl"] == pytest.approx(float(terms["kl"].detach()), abs=1e-14)
     assert result["losses/kl_without_coefficient"] == pytest.approx(float(terms["kl"].detach()) / 0.1, abs=1e-13)
     torch.testing.assert_close(result["coefficients"], leaf.grad.reshape(-1), atol=1e-14, rtol=0)
+    parts = recompute_loss(reading(), by_term=True)
+    torch.testing.assert_close(parts["parts/policy"] + parts["parts/kl"], result["coefficients"], atol=1e-15, rtol=0)
     assert result["counts/tokens"] == 33
     ratio = (values["policy_logprobs"] - values["old_logprobs"]).exp()[values["loss_mask"]]
     torch.testing.assert_close(result["ratios"][values["loss_mask"].reshape(-1)], ratio)
@@ -80,3 +84,21 @@ def test_settings_change_key_by_key_or_as_a_whole():
     changed = reading().changed(correction={"ratio_high": 3.0})
     assert (changed.spec.correction.ratio, changed.spec.correction.ratio_high) == ("token", 3.0)
     assert not reading().changed(correction=Whole({"kind": "none"})).spec.correction.acts
+
+
+def test_results_shared_with_other_readings_are_those_of_each_alone():
+    """Every mistake, right before and after another one: what is kept depends on all that it is computed from."""
+    step = dump()
+    step = step.with_tokens(entropies=step.tokens["policy_logprobs"].abs())
+    alone = reading(step, spec=LossSpec(**SETTINGS, entropy_coefficient=0.1))
+    shared = replace(alone, memo=Memo())
+    for one in [shared, *(one.reading for one in loss_alternatives(shared)), shared]:
+        for named in ({}, {"shift": 1e-3}, {"by_entropy": True, "by_term": True}) if one is shared else ({},):
+            try:
+                expected = recompute_loss(replace(one, memo=None), metrics=False, **named)
+            except WorkbenchError:
+                continue
+            values = recompute_loss(one, metrics=False, **named)
+            assert values.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(torch.as_tensor(values[name]), torch.as_tensor(value)), name

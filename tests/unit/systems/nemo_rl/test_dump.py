@@ -1,5 +1,6 @@
 """What NeMo-RL 7ea279ab logged agrees with its settings; mistakes are named. Made by tests/dumps/nemo_rl/write.py."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -33,8 +34,14 @@ def changed(tmp_path, change):
     return path
 
 
+@functools.cache
+def right():
+    """The check of the step under its own settings, which several tests read."""
+    return check(DUMP)
+
+
 def test_what_nemo_rl_logged_agrees():
-    result = check(DUMP)
+    result = right()
     assert result.ok, str(result)
     assert {stage.name for stage in result.stages if stage.status == "agrees"} == {"advantages", "coefficients"}
 
@@ -124,5 +131,5 @@ def test_options_name_an_estimator():
 
 
 def test_prompts_are_those_that_were_written():
-    prompts = check(DUMP).numbers.reading.dump.ids["prompt_ids"]
+    prompts = right().numbers.reading.dump.ids["prompt_ids"]
     assert [one.tolist() for one in prompts] == [[7, 8, 9]] * 3 + [[4, 5]] * 3

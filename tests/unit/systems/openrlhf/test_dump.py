@@ -1,6 +1,7 @@
 """Dumps by OpenRLHF 0.11.2's own loss agree with their settings; others are named (`tests/dumps/openrlhf/write.py`)."""
 
 import contextlib
+import functools
 import shutil
 from pathlib import Path
 
@@ -34,9 +35,15 @@ def check(name, settings=None, path=None, **advantages):
     )
 
 
+@functools.cache
+def right(name):
+    """The check of a step under its own settings, which several tests read."""
+    return check(name)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_its_loss_computed_agrees(name):
-    result = check(name)
+    result = right(name)
     assert result.ok, str(result)
     agreeing = {stage.name for stage in result.stages if stage.status == "agrees"}
     assert agreeing == {"advantages", "mask and denominator", "coefficients", "loss", "metrics"}
@@ -159,5 +166,5 @@ def test_a_damaged_or_truncated_file_is_read_or_refused(tmp_path, place):
 @pytest.mark.parametrize("name", ["seq_mean", "token_mean"])
 def test_prompts_end_where_the_first_action_begins(name):
     """`write.py` gives the samples of the first prompt 3 tokens, those of the second 2."""
-    prompts = check(name).numbers.reading.dump.ids["prompt_ids"]
+    prompts = right(name).numbers.reading.dump.ids["prompt_ids"]
     assert sorted(map(len, prompts)) == [2] * 4 + [3] * 4
