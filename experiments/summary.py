@@ -427,8 +427,8 @@ def four_gpus_8b() -> str:
         "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
         EARLY_SUMS_OVER_CP,
         *_ranks_alone("gpu_layouts/four_gpus_8b"),
-        "Alone, `cp4_ulysses_one_row` took longer than in its job, above: an exchange of heads that moves nothing is "
-        "no bound, for a reason that is not understood, and layouts with one are left out since.",
+        "Alone, `cp4_ulysses_one_row` took longer than in its job, above, and is no bound: exchanged heads were left "
+        "unset, and rows of the head that are not finite take its exact engine. Since then they are the rank's own.",
     )
 
 
