@@ -271,9 +271,10 @@ def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_values() -> Iterator[None]:
-    """Let exchanges and rotations return what the rank sends, which the backend leaves unset in some versions of torch.
+    """Let exchanges and rotations return what the rank sends.
 
-    Rows of the head that are not finite would take its exact engine, and more time than in any run.
+    The backend leaves unset what a rank receives (`FakeProcessGroup::recv` of torch 2.13), and rows of the head that
+    are not finite take its exact engine, and more time than in a run.
     """
     exchange, transfer = dist.all_to_all_single, dist.batch_isend_irecv
 

@@ -179,8 +179,8 @@ def drawn_heads() -> str:
             right=range(1, 7),
         ),
         f"{count} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). Missed: "
-        f"{'; '.join(missed)}. What a pass costs beside its GEMMs is the time in which the host waits for the number "
-        "of rows and queues the first of them: as long for a small head as for a large one.",
+        f"{'; '.join(missed)}. Beside its GEMMs a pass takes the time in which the host learns the number of rows, "
+        "queues the first chunk and evaluates its loss: as long for a small head as for a large one.",
         _source("head/drawn.json", None, "python -m experiments.head.drawn"),
     )
 
@@ -427,8 +427,9 @@ def four_gpus_8b() -> str:
         "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
         EARLY_SUMS_OVER_CP,
         *_ranks_alone("gpu_layouts/four_gpus_8b"),
-        "Alone, `cp4_ulysses_one_row` took longer than in its job, above, and is no bound: exchanged heads were left "
-        "unset, and rows of the head that are not finite take its exact engine. Since then they are the rank's own.",
+        "Alone, `cp4_ulysses_one_row` took longer than in its job, above: it is no bound. A likely cause is that the "
+        "fake backend left exchanged heads unset, and rows that are not finite take the exact engine of the head; since "
+        "then a rank gets its own values back, and has not been measured again.",
     )
 
 
@@ -584,7 +585,11 @@ def _ranks_alone(plan_name: str) -> list[str]:
         f"Ranks alone on one {record['device']}, {_versions(record)}. {record['values']} Milliseconds and GiB are "
         "those of the slowest and the largest rank measured.",
         _table(header, rows, right=range(3, 8)),
-        _source(f"{plan_name}.alone.json", None, f"python -m experiments.alone {plan_name}"),
+        _source(
+            f"{plan_name}.alone.json",
+            None,
+            shlex.join(["python", "-m", "experiments.alone", *record["provenance"]["argv"][1:]]),
+        ),
     ]
 
 

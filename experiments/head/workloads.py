@@ -111,10 +111,10 @@ class Part:
     def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor) -> None:
         self.work, self.loss, self.documents_T = work, build_loss(spec), documents_T
 
-    def __call__(self, said: TokenLogprobs, index_C: Tensor) -> Tensor:
+    def __call__(self, output: TokenLogprobs, index_C: Tensor) -> Tensor:
         """Sum of the rows' values over all tokens of the workload."""
         return self.of(
-            said.logprobs_T,
+            output.logprobs_T,
             self.work.old_logprobs_T[index_C],
             self.work.advantages_T[index_C],
             self.documents_T[index_C],

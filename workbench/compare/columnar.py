@@ -59,8 +59,8 @@ def write_table(json_path: Path, name: str, table: Sequence[Sequence[Mapping[str
     return {"file": file, "sha256": digest, "rows": [len(group) for group in table], "keys": keys, "runs": runs}
 
 
-def read_table(json_path: Path, said: Mapping[str, Any]) -> list[list[Record]]:
-    """Read a table, given what `write_table` returned.
+def read_table(json_path: Path, entry: Mapping[str, Any]) -> list[list[Record]]:
+    """Read a table, from the entry that `write_table` returned.
 
     Raises:
         OSError, ValueError, TypeError, KeyError: no such file, another content, or not what the JSON says of it.
@@ -68,21 +68,21 @@ def read_table(json_path: Path, said: Mapping[str, Any]) -> list[list[Record]]:
     import pyarrow
     from pyarrow import parquet
 
-    file = str(said["file"])
+    file = str(entry["file"])
     if Path(file).name != file:
         raise ValueError(f"{file!r} is not the name of a file next to {json_path.name}")
     with json_path.with_name(file).open("rb") as opened:
-        if (found := hashlib.file_digest(opened, "sha256").hexdigest()) != said["sha256"]:
-            raise ValueError(f"{file} has SHA-256 {found}, not {said['sha256']}: it was changed, cut or exchanged")
+        if (found := hashlib.file_digest(opened, "sha256").hexdigest()) != entry["sha256"]:
+            raise ValueError(f"{file} has SHA-256 {found}, not {entry['sha256']}: it was changed, cut or exchanged")
         try:
             read = parquet.read_table(opened)
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file}: {error}") from None
-    if sum(said["rows"]) != read.num_rows or sum(count for _, count in said["runs"]) != read.num_rows:
-        raise ValueError(f"{file} has {read.num_rows} rows, the JSON says {sum(said['rows'])}")
+    if sum(entry["rows"]) != read.num_rows or sum(count for _, count in entry["runs"]) != read.num_rows:
+        raise ValueError(f"{file} has {read.num_rows} rows, the JSON says {sum(entry['rows'])}")
     columns = {field.name: _values(field, read.column(field.name)) for field in read.schema}
-    records = _records(columns, said["keys"], said["runs"])
-    return [list(itertools.islice(records, count)) for count in said["rows"]]
+    records = _records(columns, entry["keys"], entry["runs"])
+    return [list(itertools.islice(records, count)) for count in entry["rows"]]
 
 
 def forget_tables(json_path: Path, kept: Sequence[str]) -> None:

@@ -138,8 +138,8 @@ half as many took 5 to 6 % longer, twice as many at most 2 % less."""
 def default_chunk(head: Head) -> int:
     """Rows of a chunk by default: 4,096, or more if this rank's vocabulary is smaller than Qwen3's.
 
-    A chunk's logits take the same memory, and its GEMMs the same time: long enough to queue the next chunk's. The same
-    on every tp rank.
+    A chunk's logits then take the same memory whatever the vocabulary, and launches are as rare. The same on every tp
+    rank.
     """
     columns = -(-head.vocabulary // (1 if head.axis is None else head.axis.size))
     return max(4096, CHUNK_LOGITS // max(1, columns) // 128 * 128)

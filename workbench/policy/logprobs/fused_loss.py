@@ -124,7 +124,7 @@ def fused_loss(
         implementation: chunked, triton, or auto: triton where it can run.
         keep_bytes: how much may be saved of a document, or a row, that is longer than a chunk.
 
-    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> loss [], said [T].
+    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> loss [], head output [T].
     Units:    nats.
     Backward: the stored gradients times the incoming one, once. hidden: summed over tp, once; weight and bias: local.
     Raises:   ShapeError: sizes disagree, or loss_fn does not return a 0-dimensional tensor.
