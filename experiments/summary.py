@@ -428,8 +428,8 @@ def four_gpus_8b() -> str:
         EARLY_SUMS_OVER_CP,
         *_ranks_alone("gpu_layouts/four_gpus_8b"),
         "Alone, `cp4_ulysses_one_row` took longer than in its job, above: it is no bound. A likely cause is that the "
-        "fake backend left exchanged heads unset, and rows that are not finite take the exact engine of the head; since "
-        "then a rank gets its own values back, and has not been measured again.",
+        "fake backend left exchanged heads unset, and rows that are not finite take the exact engine of the head; "
+        "since then a rank gets its own values back, and has not been measured again.",
     )
 
 
