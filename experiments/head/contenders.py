@@ -106,11 +106,13 @@ def one_gemm(work: Workload) -> Pass:
 # -- ours ------------------------------------------------------------------------------------------------------
 
 
-def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "auto") -> Callable[[Workload], Pass]:
-    """`fused_loss`: the gradient in the forward pass."""
+def ours_fused(
+    loss: str, accumulate: str = "weight", implementation: str = "auto", *, counted: bool = False
+) -> Callable[[Workload], Pass]:
+    """`fused_loss`: the gradient in the forward pass; ``counted``: the device counts the rows, and the host waits."""
 
     def make(work: Workload) -> Pass:
-        part = part_of(work, loss)
+        part, rows = part_of(work, loss), None if counted else work.size.tokens
         documents_T = part.documents_T if loss != "token" else None
 
         def run() -> Tensor:
@@ -120,6 +122,7 @@ def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "aut
                 work.targets_T,
                 part,
                 document_ids_T=documents_T,
+                expected_rows=rows,
                 accumulate=accumulate,
                 implementation=implementation,
             )
@@ -143,6 +146,7 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
                 work.weight_VD,
                 work.targets_T,
                 outputs=(),
+                expected_rows=work.size.tokens,
                 keep_bytes=kept_bytes,
                 implementation=implementation,
             )
@@ -154,13 +158,17 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
     return make
 
 
-def ours_forward(*outputs: str) -> Callable[[Workload], Pass]:
-    """`token_logprobs` without a gradient."""
+def ours_forward(*outputs: str, counted: bool = False) -> Callable[[Workload], Pass]:
+    """`token_logprobs` without a gradient; ``counted``: see `ours_fused`."""
 
     def make(work: Workload) -> Pass:
+        rows = None if counted else work.size.tokens
+
         def run() -> Tensor:
             with torch.no_grad():
-                return token_logprobs(work.hidden_TD, work.weight_VD, work.targets_T, outputs=outputs).logprobs_T
+                return token_logprobs(
+                    work.hidden_TD, work.weight_VD, work.targets_T, outputs=outputs, expected_rows=rows
+                ).logprobs_T
 
         return run
 
@@ -342,6 +350,9 @@ ROOM = 1 << 60
 BOTH = (
     Contender("three products", "floor", three_gemms, "nothing but the GEMMs", "all tokens", loss=None),
     Contender("fused_loss", "ours", ours_fused("token"), "weight gradient in the weight's precision", "chunk"),
+    Contender(
+        "fused_loss, counted", "ours", ours_fused("token", counted=True), "the device counts the tokens first", "chunk"
+    ),
     Contender("fused_loss float32", "ours", ours_fused("token", "float32"), "weight gradient in float32", "chunk"),
     Contender("fused_loss GSPO", "ours", ours_fused("gspo"), "documents of 1 024 tokens", "chunk", "gspo"),
     Contender(
@@ -397,6 +408,14 @@ BOTH = (
 FORWARD = (
     Contender("one product", "floor", one_gemm, "nothing but the GEMM", "all tokens", loss=None),
     Contender("token_logprobs", "ours", ours_forward(), "log-probability", "chunk", loss=None),
+    Contender(
+        "token_logprobs, counted",
+        "ours",
+        ours_forward(counted=True),
+        "the device counts the tokens first",
+        "chunk",
+        loss=None,
+    ),
     Contender(
         "token_logprobs, entropy", "ours", ours_forward("entropy"), "log-probability and entropy", "chunk", loss=None
     ),

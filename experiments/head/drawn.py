@@ -29,7 +29,10 @@ BARS = {
     "token_logprobs": {"": 1.02},
     "token_logprobs, entropy": {"": 1.05},
 }
-"""Contender -> size -> largest time in the GEMMs of its floor; "": every other size."""
+"""Contender -> size -> largest time in the GEMMs of its floor; "": every other size. Callers know how many tokens are
+computed, as a trainer does."""
+COUNTED = ("fused_loss, counted", "token_logprobs, counted")
+"""The same where the device counts them and the host waits for that, recorded beside them."""
 
 
 def drawn_sizes(seed: int = SEED, count: int = DRAWN) -> list[Size]:
@@ -55,7 +58,7 @@ def measure(*, rounds: int = ROUNDS, report_progress: Callable[[str], None] = la
         report_progress(str(size))
         work = Workload.make(size, device, dtype)
         ours = {
-            part: [one for one in contenders if one.kind == "floor" or (one.kind == "ours" and one.name in BARS)]
+            part: [one for one in contenders if one.kind == "floor" or one.name in (*BARS, *COUNTED)]
             for part, contenders in (("forward_backward", BOTH), ("forward", FORWARD))
         }
         timed = {part: interleaved(work, some, rounds, report_progress) for part, some in ours.items()}

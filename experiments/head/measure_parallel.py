@@ -112,6 +112,7 @@ def _sample(size: Size, mesh: Mesh, count: int) -> list[float]:
                 local_VD,
                 work.targets_T,
                 part,
+                expected_rows=size.tokens,
                 accumulate="weight",
                 axis=axis if axis.size > 1 else None,
                 first_token=first,

@@ -297,6 +297,7 @@ class Policy:
             active_T=active_T,
             support=support,
             outputs=outputs,
+            expected_rows=len(targets_T) if active_T is None else None,
             **(self.head_arguments() if head is None else head),
         )
 

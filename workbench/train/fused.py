@@ -136,6 +136,7 @@ def _chunked_head(
         couples=plan.couples,
         document_ids_T=plan.labels_T,
         expected_logprobs_T=row.old_logprobs_T,
+        expected_rows=local.trained,
         implementation=policy.implementation,
         temperature=row.extensions.get("temperature_T", policy.temperature),
         active_T=row.loss_mask_T,

@@ -106,6 +106,7 @@ class LocalRow:
         documents: the numbers of the row's documents in the whole step, for per-document metrics.
         whole: the row before the split, on which the loss is evaluated in the reproducible mode.
         sampling: of the batch.
+        trained: number of targets that are trained, counted on the host; None: not counted. Only speed depends on it.
     """
 
     row: TrainingRow
@@ -115,6 +116,7 @@ class LocalRow:
     documents: DocumentSlots
     whole: WholeRow | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    trained: int | None = None
 
     def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
         """[t, D] hidden states of this rank's tokens, with the routes of this pass."""

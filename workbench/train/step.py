@@ -190,7 +190,8 @@ def prepare_rows(
         by_name, slots, evaluated_on = strategy.to_split(whole_row)
         by_name = {name: pair.map(lambda values_T: values_T.to(mesh.device)) for name, pair in by_name.items()}
         local = split_row(row, by_name, slots, plan, mesh, layout)
-        rows.append(replace(local, whole=evaluated_on, sampling=batch.sampling))
+        trained = int(packed[at].loss_mask_T[plan.positions(mesh["cp"].rank)].sum())
+        rows.append(replace(local, whole=evaluated_on, sampling=batch.sampling, trained=trained))
     return rows, strategy.scaled(totals, whole, weights)
 
 

@@ -19,6 +19,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.losses import PRESETS
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
+from workbench.train import fused as of_step
 from workbench.train import step as flow
 from workbench.train.worker import run_here
 
@@ -96,6 +97,17 @@ def assert_same(found, expected, context=""):
     for name, values in expected.tokens.items():
         torch.testing.assert_close(found.tokens[name][trained], values[trained], rtol=1e-12, atol=1e-12)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-9, abs=1e-12, nan_ok=True), context
+
+
+def test_the_head_is_told_how_many_targets_are_trained(monkeypatch):
+    """On a GPU the host would wait for that number, and the device then for the host."""
+    told, right = [], of_step.fused_loss
+    monkeypatch.setattr(
+        of_step, "fused_loss", lambda *all, **more: (told.append(more["expected_rows"]), right(*all, **more))[1]
+    )
+    batch = documents(0.05)
+    step({"name": "grpo"}, batch, policy={"fused_loss": True})
+    assert sum(told) == int(RolloutBatch.from_documents(batch).loss_mask_T.sum())
 
 
 @pytest.mark.parametrize("name", PRESETS)

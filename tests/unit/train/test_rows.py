@@ -154,6 +154,17 @@ def test_rows_are_counted_by_their_first_target():
     assert row_numbers(rows) == [2, 0, 3, 1]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trained_targets_of_a_rank_are_counted(monkeypatch, rank):
+    monkeypatch.setattr(train_rows.AttentionShard, "make", lambda *whole, **settings: None)  # it asks the other rank
+    axes = {"dp": Axis("dp"), "cp": Axis("cp", 2, rank), "tp": Axis("tp"), "dp_cp": Axis("dp_cp", 2, rank)}
+    spec = RunSpec(layout={"cp": 2, "order": "zigzag", "kernel": "plain"})
+    batch = RolloutBatch.from_documents(nasty_documents(4))
+    (local,), _ = flow.prepare_rows(batch, spec, Mesh(axes, torch.device("cpu")))
+    assert local.trained == int(local.row.loss_mask_T.sum())
+    assert 0 < local.trained < int(batch.loss_mask_T.sum())
+
+
 def test_all_that_a_chunk_of_the_head_takes_from_a_row_lies_on_its_device(monkeypatch):
     """A tensor on the host would make every chunk of a fused head wait for a copy; the device here has no memory."""
     monkeypatch.setattr(train_rows.AttentionShard, "make", lambda *whole, **settings: None)  # it reads values

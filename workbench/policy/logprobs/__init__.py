@@ -55,6 +55,7 @@ def token_logprobs(
     active_T: Tensor | None = None,
     support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
+    expected_rows: int | None = None,
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
@@ -80,6 +81,8 @@ def token_logprobs(
         support: each token's truncated support in the sampler; None: not truncated.
         outputs: any of entropy, logsumexp, mean_squared_logit, mean_logit. With ``support``, entropy is also that of
             the support. Triton has no mean_logit of logits with a soft cap.
+        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for the
+            device to count them. Only speed depends on it: a wrong number costs a second pass; for chunked and triton.
         fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.
@@ -151,6 +154,7 @@ def token_logprobs(
         engine=engine,
         axis=axis,
         first_token=first_token,
+        expected_rows=expected_rows,
         chunk_tokens=chunk_tokens,
         keep_bytes=keep_bytes,
         **options,

@@ -34,7 +34,16 @@ from workbench.policy.logprobs.engine import (
     plan_chunks,
     rows_with_gradient,
 )
-from workbench.policy.logprobs.head import FIELDS, Head, TokenLogprobs, active_rows, make_head, queue_row_checks, upcast
+from workbench.policy.logprobs.head import (
+    FIELDS,
+    Head,
+    TokenLogprobs,
+    active_rows,
+    check_expected_rows,
+    make_head,
+    queue_row_checks,
+    upcast,
+)
 from workbench.policy.logprobs.truncated_support import SupportChunk, TruncatedSupport, check_support, full_where_empty
 from workbench.policy.logprobs.truncated_support import backward as kept_backward
 from workbench.policy.logprobs.truncated_support import forward as kept_forward
@@ -54,6 +63,7 @@ def token_logprobs(
     active_T: Tensor | None = None,
     support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
+    expected_rows: int | None = None,
     fp32_head: bool = False,
     chunk_tokens: int | None = None,
     keep_bytes: int = 0,
@@ -76,24 +86,32 @@ def token_logprobs(
     counted = queue_row_checks(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     first_engine = engine(head)
     chunk_tokens = chunk_tokens or default_chunk(head)
-    count = counted()
+    check_expected_rows("token_logprobs", expected_rows, targets_T)
     if support is not None:
         check_support(support, targets_T, head)
     if head.axis is not None:
         hidden_TD = identity_sum(hidden_TD, head.axis)
-    index_A = active_rows(targets_T, active_T, count)
-    rows = Rows(targets_T, temperature, support)
-    if index_A is not None:
-        rows, hidden_TD = rows.at(index_A), hidden_TD.index_select(0, index_A)
-    leaves = hidden_TD, weight_VD, head.bias_V
-    with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    call = _Call(head, engine, first_engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
-    head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, head.bias_V, call))
-    if rows.support is not None:
-        head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))
-    if index_A is None:
-        return head_output
-    return head_output.map(lambda x_A: x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A))
+
+    def of_rows(count: int) -> TokenLogprobs:
+        """Outputs of all tokens, of which this many are computed."""
+        index_A = active_rows(targets_T, active_T, count)
+        rows, hidden_AD = Rows(targets_T, temperature, support), hidden_TD
+        if index_A is not None:
+            rows, hidden_AD = rows.at(index_A), hidden_TD.index_select(0, index_A)
+        leaves = hidden_AD, weight_VD, head.bias_V
+        with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        call = _Call(head, engine, first_engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
+        head_output = TokenLogprobs(*_DriverFunction.apply(hidden_AD.contiguous(), weight_VD, head.bias_V, call))
+        if rows.support is not None:
+            head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))
+        if index_A is None:
+            return head_output
+        return head_output.map(lambda x_A: x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A))
+
+    if expected_rows is None:
+        return of_rows(counted())
+    head_output = of_rows(expected_rows)
+    return head_output if (count := counted()) == expected_rows else of_rows(count)
 
 
 @dataclass(frozen=True)

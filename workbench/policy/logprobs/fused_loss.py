@@ -26,7 +26,7 @@ Letters: T tokens | A rows that are computed | C rows of a chunk | V vocabulary 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,6 +53,7 @@ from workbench.policy.logprobs.head import (
     Head,
     TokenLogprobs,
     active_rows,
+    check_expected_rows,
     computed_rows,
     make_head,
     queue_row_checks,
@@ -90,6 +91,7 @@ def fused_loss(
     *,
     document_ids_T: Tensor | None = None,
     expected_logprobs_T: Tensor | None = None,
+    expected_rows: int | None = None,
     couples: Literal["auto"] | Couples = "auto",
     accumulate: Literal["float32", "weight"] = "float32",
     implementation: str = "auto",
@@ -117,6 +119,9 @@ def fused_loss(
             label need not be contiguous.
         expected_logprobs_T: estimates of the log-probabilities, such as the old policy's. Only speed depends on them:
             the trial of a document longer than a chunk uses them for the tokens that are not known yet.
+        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for the
+            device to count them. Only speed depends on it: a wrong number costs a second pass. The host needs labels
+            of documents anyway, and waits for them.
         couples: rows that the gradient of a token depends on: "token" only its own, "document" those of its document,
             "row" all. "auto": document if ids are given, else token. A wrong value costs GEMMs, nothing else.
         accumulate: dtype in which chunks accumulate the gradient of the head: float32 (float64 for float64), or
@@ -148,55 +153,108 @@ def fused_loss(
     if couples == "document" and document_ids_T is not None:
         labels = HostCopy(document_ids_T), HostCopy(computed_rows(targets_T, active_T))
     counted = queue_row_checks(head, hidden, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
-    engine = _engine(implementation, weight)(head)
-    sum_dtype = head.wide if accumulate == "float32" else weight.dtype
-    chunk_tokens = chunk_tokens or default_chunk(head)
-    count = counted()
-    rows = Rows(targets_T, temperature, support)
+    check_expected_rows("fused_loss", expected_rows, targets_T)
     if support is not None:
         check_support(support, targets_T, head)
-    units_A = None
-    if labels is not None:
-        ids_T, computed_T = labels
-        units_A = ids_T.wait()[computed_T.wait()]
-    plan = plan_rows(count, chunk_tokens, couples, units_A)
-    places_A = active_rows(targets_T, active_T, count)
-    all_in_order = plan.order_A is None and places_A is None
-    if places_A is None:
-        places_A = torch.arange(count, device=targets_T.device)
-    if plan.order_A is not None:
-        places_A = places_A[plan.order_A.to(places_A.device)]
-    if not all_in_order:
-        rows, hidden = rows.at(places_A), hidden.index_select(0, places_A)
-    leaves = (hidden_TD, hidden, hidden.dtype), (weight_VD, weight, sum_dtype), (bias_V, bias, head.wide)
-    sums = [
-        None if values is None or leaf is None or not leaf.requires_grad else torch.empty_like(values, dtype=dtype)
-        for leaf, values, dtype in leaves
-        if torch.is_grad_enabled()
-    ]
-    into = None if all(gradient is None for gradient in sums) else Accumulators(*sums)
-    gradient_pass = GradientPass(
-        engine,
+    call = _Call(
+        _engine(implementation, weight)(head),
         loss_fn,
-        hidden.contiguous(),
-        rows,
-        places_A,
-        None if plan.order_A is None else torch.argsort(places_A),
-        None if expected_logprobs_T is None else expected_logprobs_T.detach()[places_A],
+        Rows(targets_T, temperature, support),
+        active_T,
+        labels,
+        None if expected_logprobs_T is None else expected_logprobs_T.detach(),
         couples,
-        chunk_tokens,
+        chunk_tokens or default_chunk(head),
         keep_bytes,
         _fields(outputs, support),
-        into,
+        (hidden_TD, weight_VD, bias_V),
+        (hidden, weight, bias),
+        (hidden.dtype, head.wide if accumulate == "float32" else weight.dtype, head.wide),
     )
-    with torch.no_grad(), count_gemms(this_thread=True) as gemms:
-        loss = gradient_pass.run(plan.groups)
-        if into is not None and into.hidden_TD is not None and axis is not None:
-            into.hidden_TD = all_sum(into.hidden_TD, axis)
-        head_output = _scattered(gradient_pass, len(targets_T))
-    if into is not None:
-        loss = _Stored.apply(hidden_TD, weight_VD, bias_V, loss, _Gradients(into, None if all_in_order else places_A))
-    return FusedLoss(loss, head_output, gemms.rows / max(1, len(places_A)), "; ".join(gradient_pass.fallbacks) or None)
+    if labels is not None or expected_rows is None:
+        return call.run(counted())
+    result = call.run(expected_rows)
+    if (count := counted()) == expected_rows:
+        return result
+    again = call.run(count)
+    gemms = again.gemms + result.gemms * expected_rows / max(1, count)
+    twice = f"{count} tokens are computed, but {expected_rows} were expected: everything was computed again"
+    return replace(again, gemms=gemms, fallback="; ".join(filter(None, [twice, again.fallback])))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Checked arguments of one call.
+
+    Attributes:
+        rows, active_T, expected_T: of all T tokens.
+        labels: document labels, and the tokens that are computed, on their way to the host; None: no documents.
+        fields: requested fields of `TokenLogprobs`.
+        leaves: hidden states, weight and bias of the caller.
+        values: the same in the dtype of the GEMMs, without a graph.
+        sum_dtypes: of their gradients.
+    """
+
+    engine: Engine
+    loss_fn: RowLoss
+    rows: Rows
+    active_T: Tensor | None
+    labels: tuple[HostCopy, HostCopy] | None
+    expected_T: Tensor | None
+    couples: Couples
+    chunk_tokens: int
+    keep_bytes: int
+    fields: tuple[str, ...]
+    leaves: tuple[Tensor, Tensor, Tensor | None]
+    values: tuple[Tensor, Tensor, Tensor | None]
+    sum_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+
+    def run(self, count: int) -> FusedLoss:
+        """Compute the loss and its gradients, of a number of computed rows."""
+        rows, (hidden, weight, bias), tokens = self.rows, self.values, len(self.rows)
+        units_A = None
+        if self.labels is not None:
+            ids_T, computed_T = self.labels
+            units_A = ids_T.wait()[computed_T.wait()]
+        plan = plan_rows(count, self.chunk_tokens, self.couples, units_A)
+        places_A = active_rows(rows.targets_A, self.active_T, count)
+        all_in_order = plan.order_A is None and places_A is None
+        if places_A is None:
+            places_A = torch.arange(count, device=hidden.device)
+        if plan.order_A is not None:
+            places_A = places_A[plan.order_A.to(places_A.device)]
+        if not all_in_order:
+            rows, hidden = rows.at(places_A), hidden.index_select(0, places_A)
+        sums = [
+            None if value is None or leaf is None or not leaf.requires_grad else torch.empty_like(value, dtype=dtype)
+            for leaf, value, dtype in zip(self.leaves, (hidden, weight, bias), self.sum_dtypes, strict=True)
+            if torch.is_grad_enabled()
+        ]
+        into = None if all(gradient is None for gradient in sums) else Accumulators(*sums)
+        gradient_pass = GradientPass(
+            self.engine,
+            self.loss_fn,
+            hidden.contiguous(),
+            rows,
+            places_A,
+            None if plan.order_A is None else torch.argsort(places_A),
+            None if self.expected_T is None else self.expected_T[places_A],
+            self.couples,
+            self.chunk_tokens,
+            self.keep_bytes,
+            self.fields,
+            into,
+        )
+        axis = self.engine.head.axis
+        with torch.no_grad(), count_gemms(this_thread=True) as gemms:
+            loss = gradient_pass.run(plan.groups)
+            if into is not None and into.hidden_TD is not None and axis is not None:
+                into.hidden_TD = all_sum(into.hidden_TD, axis)
+            head_output = _scattered(gradient_pass, tokens)
+        if into is not None:
+            loss = _Stored.apply(*self.leaves, loss, _Gradients(into, None if all_in_order else places_A))
+        fallback = "; ".join(gradient_pass.fallbacks) or None
+        return FusedLoss(loss, head_output, gemms.rows / max(1, len(places_A)), fallback)
 
 
 def _check(couples: str, accumulate: str) -> None:

@@ -237,6 +237,17 @@ def check_targets(what: str, targets_T: Tensor) -> None:
         )
 
 
+def check_expected_rows(what: str, expected_rows: int | None, targets_T: Tensor) -> None:
+    """Raise a ShapeError unless an expected number of computed rows, if there is one, is possible."""
+    if expected_rows is not None and not 0 <= expected_rows <= len(targets_T):
+        raise ShapeError(
+            f"{what}: expected_rows = {expected_rows}",
+            found=f"{len(targets_T)} tokens",
+            rule="the number of tokens that are computed",
+            fix="count active targets on the host, or leave it out: then the device counts them",
+        )
+
+
 def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
     """Mask of the tokens whose temperature is not positive and finite, [T] bool on its device; None for one number.
 

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.head_problem import PLAIN, answers, assert_same, crossed, named, problem
 from tests.helpers.ranks import run_ranks
-from workbench.errors import SpecError
+from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import driver, reference, vocabulary_parallel
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import count_gemms
+from workbench.policy.logprobs.host import HostCopy
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.sharding.mesh import make_mesh
 
@@ -433,8 +434,50 @@ def test_hidden_states_and_head_may_lie_in_memory_as_they_like():
         assert_same(answers(chunked, [*strided, None], call, engine=Strict, chunk_tokens=4), expected)
 
 
+@pytest.mark.parametrize("expected", [0, 3, 5, 7])
+def test_an_expected_number_of_rows_changes_no_value(expected):
+    """Five of seven are computed; another number is noticed, however many rows that leaves out or adds."""
+    options = PLAIN | {"outputs": ("entropy", "logsumexp")}
+    leaves, call = problem(options)
+    whole = answers(chunked, leaves, call, chunk_tokens=4)
+    count = int(((call["targets_T"] >= 0) & (True if call["active_T"] is None else call["active_T"])).sum())
+    for rows in {min(expected, len(call["targets_T"])), count}:
+        assert_same(answers(chunked, leaves, call, chunk_tokens=4, expected_rows=rows), whole)
+
+
+def test_the_host_waits_for_the_number_of_rows_only_if_none_is_expected(monkeypatch):
+    order = []
+
+    class Seen(ChunkedEngine):
+        def forward(self, *args, **more):
+            order.append("forward")
+            return super().forward(*args, **more)
+
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: (order.append("wait"), wait(copy))[1])
+    targets = torch.arange(5)
+    for expected, seen in ((None, ["wait", "forward"]), (5, ["forward", "wait"]), (4, ["forward", "wait", "forward"])):
+        order.clear()
+        chunked(torch.ones(5, 2), torch.ones(6, 2), targets, engine=Seen, expected_rows=expected)
+        assert order == seen
+
+
+@pytest.mark.parametrize("rows", [-1, 4])
+def test_a_number_of_rows_that_cannot_be_is_refused(rows):
+    with pytest.raises(ShapeError, match=f"expected_rows = {rows}.*\n.*3 tokens"):
+        chunked(torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64), expected_rows=rows)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_after_a_pass_that_did_not_wait():
+    with pytest.raises(ShapeError, match=r"ids \[7\]"):
+        chunked(torch.zeros(3, 2), torch.zeros(5, 2), torch.tensor([0, 7, 1]), expected_rows=3)
+
+
 @pytest.mark.gpu
-def test_the_host_synchronises_once_each_way():
+def test_the_host_synchronises_once_each_way(monkeypatch):
+    copies = []
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: (copies.append(1), wait(copy))[1])
     hidden, weight = (torch.randn(rows, 64, device="cuda", requires_grad=True) for rows in (100, 1000))
     targets = torch.arange(100, device="cuda")
     active = targets % 3 > 0
@@ -443,16 +486,17 @@ def test_the_host_synchronises_once_each_way():
     def waits():
         return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
+    copies.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             loss = chunked(hidden, weight, targets, active_T=active, chunk_tokens=16).logprobs_T.sum()
-            forward = waits()
+            forward = waits() + len(copies)
             loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert (forward, waits()) == (1, 2)
+    assert (forward, waits() + len(copies)) == (1, 2)
 
 
 @pytest.mark.parametrize("settings", [{"chunk_tokens": 0}, {"keep_bytes": -1}])

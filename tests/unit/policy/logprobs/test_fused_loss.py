@@ -11,6 +11,7 @@ from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.engine import count_gemms
 from workbench.policy.logprobs.fused_loss import fused_loss
+from workbench.policy.logprobs.host import HostCopy
 
 VARIANTS = (
     {},
@@ -124,6 +125,43 @@ def test_frozen_parts_cost_no_product():
         assert result.loss.requires_grad == (hidden or weight)
     with torch.no_grad():
         assert case.fused(case.gspo, chunk_tokens=4).gemms == 1.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "every_field", "gspo", "across"])
+def test_an_expected_number_of_rows_changes_no_value(name):
+    """A wrong one is noticed, and said, unless the labels of documents tell the number."""
+    case = Case()
+    count = int(case.active.sum())
+    for expected in (0, count - 1, count, T):
+        call = {"document_ids_T": None, "couples": "row"} if name == "across" else {}
+        call |= {"document_ids_T": None} if name in ("ppo", "every_field") else {}
+        result = case.assert_right(getattr(case, name), chunk_tokens=5, expected_rows=expected, **call)
+        told = f"{count} tokens are computed, but {expected} were expected"
+        assert (told in (result.fallback or "")) == (expected != count and name != "gspo")
+        if name == "ppo":
+            assert result.gemms == pytest.approx(3 + (0 if expected == count else 3 * expected / count))
+
+
+def test_the_loss_is_evaluated_before_the_host_waits_for_an_expected_number_of_rows(monkeypatch):
+    case, order, wait = Case(), [], HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: (order.append("wait"), wait(copy))[1])
+
+    def loss(said, places):
+        order.append("loss")
+        return case.ppo(said, places)
+
+    for expected, first in ((None, "wait"), (int(case.active.sum()), "loss")):
+        order.clear()
+        case.fused(loss, document_ids_T=None, expected_rows=expected)
+        assert order[0] == first
+        assert "wait" in order
+
+
+@pytest.mark.parametrize("rows", [-1, T + 1])
+def test_a_number_of_rows_that_cannot_be_is_refused(rows):
+    case = Case()
+    with pytest.raises(ShapeError, match=f"expected_rows = {rows}"):
+        case.fused(case.ppo, expected_rows=rows)
 
 
 def test_no_row_at_all_gives_zeros_and_not_nothing():
