@@ -90,6 +90,6 @@ def clip_ratio(
             clipped_T = frozen_clip_T
     # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
     silent_T = clipped_T | (advantages_T == 0)
-    ratio_T = torch.exp(torch.where(silent_T, 0.0, log_ratio_T))
+    ratio_T = torch.exp(log_ratio_T.masked_fill(silent_T, 0.0))
     extras = {"dual_clipped": clipped_T & (advantages_T < 0) & (log_ratio_T.detach() > 0)} if bounds_if_negative else {}
     return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T, extras=extras)

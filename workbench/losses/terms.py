@@ -166,12 +166,12 @@ class LossInputs:
     @property
     def counted_logprobs_T(self) -> Tensor:
         """[T] of the policy; 0, without gradient, where nothing counts (also if NaN)."""
-        return torch.where(self.counts_T, self.policy_logprobs_T, 0.0)
+        return self._counted(self.policy_logprobs_T)
 
     @property
     def counted_advantages_T(self) -> Tensor:
         """[T] advantages; 0 where nothing counts. A NaN there would reach a gradient through a document's sum."""
-        return torch.where(self.counts_T, self.advantages_T, 0.0)
+        return self._counted(self.advantages_T)
 
     def log_ratio(self, anchor: str = "old") -> Tensor:
         """[T] log of policy / anchor, "old", "sampler" or "ref"; 0, without gradient, where nothing counts (NaN too).
@@ -179,7 +179,15 @@ class LossInputs:
         Raises:
             SpecError: the batch has no log-probabilities of that policy.
         """
-        return torch.where(self.counts_T, self.policy_logprobs_T - self.logprobs(anchor), 0.0)
+        return self._counted(self.policy_logprobs_T - self.logprobs(anchor))
+
+    def _counted(self, values_T: Tensor) -> Tensor:
+        """Values; 0, without gradient, where nothing counts. `torch.where` with a number launches two kernels."""
+        return values_T if self.loss_mask_T is None else values_T.masked_fill(self._ignored_T, 0.0)
+
+    @cached_property
+    def _ignored_T(self) -> Tensor:
+        return ~self.counts_T
 
     @property
     def ages_T(self) -> Tensor:

@@ -32,9 +32,9 @@ def slice_of(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
     return values_FC[:, part.start - rows.start : part.stop - rows.start]
 
 
-def finite_or_zero(values_FC: Tensor) -> Tensor:
+def finite_or_zero(values_FC: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Values, with 0 for those that are not finite."""
-    return torch.nan_to_num(values_FC, 0.0, 0.0, 0.0)
+    return torch.nan_to_num(values_FC, 0.0, 0.0, 0.0, out=out)
 
 
 def slack(values_FC: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class GradientPass:
     def __post_init__(self) -> None:
         self.outputs_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
         self.used_FA = torch.zeros_like(self.outputs_FA)
+        self._zeros_A = self.outputs_FA.new_zeros(len(self.rows))
         self._everything = slice(0, len(self.rows))
         support = self.rows.support
         self._empty_A = None if support is None else support.untruncated(self.places_A.device)
@@ -185,7 +186,10 @@ class GradientPass:
 
         One that is not finite would spoil every gradient. If it is correct, settling adds it later.
         """
-        self.used_FA[:, rows] = truth_FC if alone and self._overflowed_A is None else finite_or_zero(truth_FC)
+        if alone and self._overflowed_A is None:
+            self.used_FA[:, rows] = truth_FC
+        else:
+            finite_or_zero(truth_FC, out=self.used_FA[:, rows])
 
     def _back_parts(self, group: list[slice], forwards: list[_Forward] | None) -> None:
         """Backward of chunks with their coefficients in `used_FA`."""
@@ -378,8 +382,11 @@ class GradientPass:
             output = output._replace(
                 support_logprobs_T=forward.support.logprobs_C, support_entropy_T=forward.support.entropy_C
             )
-        for output_A, name in zip(self.outputs_FA, self.fields, strict=True):
-            output_A[some] = getattr(output, name)
+        values = [getattr(output, name) for name in self.fields]
+        if isinstance(some, slice):
+            torch._foreach_copy_(list(self.outputs_FA[:, some].unbind()), values)
+        else:
+            self.outputs_FA[:, some] = torch.stack(values)
 
     def _back_chunk(
         self,
@@ -414,9 +421,8 @@ class GradientPass:
         gradients = gradients_of(loss, leaves, check=not self._is_pure)
         self._is_pure |= loss.requires_grad
         self._used_fields |= {name for name, g_C in zip(self.fields, gradients, strict=True) if g_C is not None}
-        return loss.detach(), torch.stack(
-            [torch.zeros_like(leaf) if g_C is None else g_C for leaf, g_C in zip(leaves, gradients, strict=True)]
-        )
+        unused_C = self._zeros_A[: len(places)]
+        return loss.detach(), torch.stack([unused_C if g_C is None else g_C for g_C in gradients])
 
     @property
     def _sums(self) -> Accumulators:
