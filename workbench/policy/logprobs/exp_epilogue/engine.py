@@ -86,7 +86,7 @@ class ExpEpilogueEngine:
                 fix="choose implementation='chunked', which needs only torch",
             )
         self.head = head
-        self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
+        self._tile = tile or choose_tile(weight_VD.dtype, weight_VD.device)
         self._weight_VD = aligned(weight_VD[: head.valid])
         self._bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(torch.float32).contiguous()
         self._weight_tiles = None
@@ -259,7 +259,7 @@ class ExpEpilogueEngine:
             out_tiles, store = hidden_tiles, exponentials_CV is not None
             if store:
                 out_tiles = TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
-            at_once = tile.per_processor * processors(hidden_CD.device)
+            at_once = processors(hidden_CD.device)
             kernels.exp_gemm[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
                 hidden_tiles,
                 self._weight_tiles,

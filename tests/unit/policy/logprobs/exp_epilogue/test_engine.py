@@ -26,7 +26,7 @@ from workbench.sharding.mesh import Axis, make_mesh
 TILES = {
     "here": None,
     "wide": Tile(32, 64, 16, warps=4, stages=2, group=1),
-    "low": Tile(16, 32, 32, warps=4, stages=2, group=3, per_processor=2),
+    "low": Tile(16, 32, 32, warps=4, stages=2, group=3),
 }
 
 
