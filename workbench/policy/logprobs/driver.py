@@ -85,7 +85,6 @@ def token_logprobs(
     head, outputs = make_head(weight_VD, **head_settings), frozenset(outputs)
     counted = queue_row_checks(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     first_engine = engine(head)
-    chunk_tokens = chunk_tokens or default_chunk(head)
     check_expected_rows("token_logprobs", expected_rows, targets_T)
     if support is not None:
         check_support(support, targets_T, head)
@@ -100,7 +99,8 @@ def token_logprobs(
             rows, hidden_AD = rows.at(index_A), hidden_TD.index_select(0, index_A)
         leaves = hidden_AD, weight_VD, head.bias_V
         with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        call = _Call(head, engine, first_engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
+        at_once = chunk_tokens or default_chunk(head, count)
+        call = _Call(head, engine, first_engine, rows, outputs, at_once, keep_bytes if with_gradient else 0)
         head_output = TokenLogprobs(*_DriverFunction.apply(hidden_AD.contiguous(), weight_VD, head.bias_V, call))
         if rows.support is not None:
             head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))

@@ -164,7 +164,7 @@ def fused_loss(
         labels,
         None if expected_logprobs_T is None else expected_logprobs_T.detach(),
         couples,
-        chunk_tokens or default_chunk(head),
+        chunk_tokens,
         keep_bytes,
         _fields(outputs, support),
         (hidden_TD, weight_VD, bias_V),
@@ -202,7 +202,7 @@ class _Call:
     labels: tuple[HostCopy, HostCopy] | None
     expected_T: Tensor | None
     couples: Couples
-    chunk_tokens: int
+    chunk_tokens: int | None
     keep_bytes: int
     fields: tuple[str, ...]
     leaves: tuple[Tensor, Tensor, Tensor | None]
@@ -216,7 +216,10 @@ class _Call:
         if self.labels is not None:
             ids_T, computed_T = self.labels
             units_A = ids_T.wait()[computed_T.wait()]
-        plan = plan_rows(count, self.chunk_tokens, self.couples, units_A)
+        # documents do not end where chunks of equal length do
+        even = None if self.couples == "document" else count
+        chunk_tokens = self.chunk_tokens or default_chunk(self.engine.head, even)
+        plan = plan_rows(count, chunk_tokens, self.couples, units_A)
         places_A = active_rows(rows.targets_A, self.active_T, count)
         all_in_order = plan.order_A is None and places_A is None
         if places_A is None:
@@ -240,7 +243,7 @@ class _Call:
             None if plan.order_A is None else torch.argsort(places_A),
             None if self.expected_T is None else self.expected_T[places_A],
             self.couples,
-            self.chunk_tokens,
+            chunk_tokens,
             self.keep_bytes,
             self.fields,
             into,

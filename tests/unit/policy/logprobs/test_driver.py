@@ -462,6 +462,14 @@ def test_the_host_waits_for_the_number_of_rows_only_if_none_is_expected(monkeypa
         assert order == seen
 
 
+def test_the_length_of_chunks_follows_from_the_computed_rows(monkeypatch):
+    asked, right = [], driver.default_chunk
+    monkeypatch.setattr(driver, "default_chunk", lambda head, rows: (asked.append(rows), right(head, rows))[1])
+    active = torch.tensor([True, False, True, True, False])
+    chunked(torch.ones(5, 2), torch.ones(6, 2), torch.arange(5), active_T=active)
+    assert asked == [3]
+
+
 @pytest.mark.parametrize("rows", [-1, 4])
 def test_a_number_of_rows_that_cannot_be_is_refused(rows):
     with pytest.raises(ShapeError, match=f"expected_rows = {rows}.*\n.*3 tokens"):

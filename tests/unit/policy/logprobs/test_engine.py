@@ -109,3 +109,14 @@ def test_a_chunk_has_as_many_logits_as_4096_rows_of_a_large_vocabulary():
         assert rows(vocabulary) % 128 == 0
         assert rows(vocabulary) * vocabulary <= 4096 * 151936 < (rows(vocabulary) + 128) * vocabulary
     assert rows(50257, tp=3) == rows(-(-50257 // 3))
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 128256, 47936])
+def test_chunks_by_default_are_about_as_long(vocabulary):
+    head = SimpleNamespace(vocabulary=vocabulary, axis=None)
+    most = default_chunk(head)
+    for rows in (0, 1, most, most + 1, 2 * most - 1, 16384, 24576, 10 * most + 128):
+        chunk = default_chunk(head, rows)
+        assert chunk <= most
+        assert -(-rows // chunk) == -(-rows // most), "as many chunks as of the longest"
+        assert rows <= most or (chunk % 128 == 0 and chunk * (-(-rows // most)) < rows + 128 * -(-rows // most))

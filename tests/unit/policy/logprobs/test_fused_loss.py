@@ -164,6 +164,15 @@ def test_a_number_of_rows_that_cannot_be_is_refused(rows):
         case.fused(case.ppo, expected_rows=rows)
 
 
+@pytest.mark.parametrize(("couples", "even"), [("token", True), ("row", True), ("document", False)])
+def test_the_length_of_chunks_follows_from_the_computed_rows(monkeypatch, couples, even):
+    """Documents end where they end."""
+    case, asked, right = Case(), [], module.default_chunk
+    monkeypatch.setattr(module, "default_chunk", lambda head, rows: (asked.append(rows), right(head, rows))[1])
+    case.fused(case.ppo, couples=couples)
+    assert asked == [int(case.active.sum()) if even else None]
+
+
 def test_no_row_at_all_gives_zeros_and_not_nothing():
     case = Case()
     result = case.fused(case.ppo, active_T=torch.zeros(T, dtype=torch.bool))
