@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy
 import psutil
@@ -48,6 +52,25 @@ def test_a_file_closed_in_time_is_not_reported(tmp_path):
         (tmp_path / "kept").write_text("x")
         subprocess.run([sys.executable, "-S", "-c", ""], check=True)
     assert (open_files(), children_of()) == before
+
+
+def test_pipes_of_torchs_compilers_are_shared_and_no_others(monkeypatch):
+    """The pool, which a first compilation on a GPU starts, keeps both ends of two pipes open."""
+
+    def opens(opened):
+        pipes = [[os.fdopen(n, how) for n, how in zip(os.pipe(), ("rb", "wb"), strict=True)] for _ in range(3)]
+        opened.extend(end for pipe in pipes for end in pipe)
+        pool = SimpleNamespace(read_pipe=pipes[0][0], write_pipe=pipes[1][1])
+        module = SimpleNamespace(_pool_set=[pool, ThreadPoolExecutor(1)])
+        monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", module)
+
+    opened = []
+    with pytest.raises(pytest.fail.Exception, match="left open") as failed, nothing_left_open(0):
+        opens(opened)
+    named = {int(number) for number in re.findall(r"file (\d+), pipe", str(failed.value))}
+    assert named == {end.fileno() for end in opened[4:]}
+    for end in opened:
+        end.close()
 
 
 @pytest.mark.parametrize("time", [1, 2])

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,4 +153,17 @@ def _files_of_shared_processes() -> set[int]:
         results.add(module._resource_tracker._fd)
     if (module := sys.modules.get("jupyter_core.utils")) is not None and (loop := module._loop.get()) is not None:
         results |= {part.fileno() for part in (loop._selector, loop._ssock, loop._csock)}
+    if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
+        results |= _both_ends([pipe for pool in module._pool_set for pipe in _pipes_of(pool)])
     return {number for number in results if number is not None}
+
+
+def _pipes_of(pool: Any) -> list[Any]:
+    """Pipes of a pool of torch's compilers, which a first compilation on a GPU starts; none of a pool of threads."""
+    return [pipe for name in ("read_pipe", "write_pipe") if (pipe := getattr(pool, name, None)) and not pipe.closed]
+
+
+def _both_ends(pipes: list[Any]) -> set[int]:
+    """Numbers of all files of some pipes: torch's pool keeps the ends of its compilers open here, too."""
+    inodes = {os.fstat(pipe.fileno()).st_ino for pipe in pipes}
+    return {number for number in open_files() if os.fstat(number).st_ino in inodes} if inodes else set()
