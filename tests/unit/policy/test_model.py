@@ -9,6 +9,7 @@ from workbench.errors import ShardingError, SpecError
 from workbench.policy import attention, model
 from workbench.policy.attention import SHARDED
 from workbench.policy.decoder import tiny_qwen3
+from workbench.policy.logprobs.engine import count_gemms
 from workbench.policy.model import decoder_layers, load_policy
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.gradients import full_gradients
@@ -31,6 +32,16 @@ def test_packed_documents_match_separate_ones():
     packed = policy.hidden_states(tokens, positions, one_rank([0, 0, 0, 1, 1, 1, 1]))
     alone = [policy.hidden_states(tokens[a:b], positions[a:b], one_rank([0] * (b - a))) for a, b in ((0, 3), (3, 7))]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("active", [None, [True, False, True, True]])
+def test_rows_go_through_the_head_once(active):
+    """Their number is told or counted, and right: after a wrong one they would go through it again."""
+    policy = load_policy("tiny-qwen3", precision="float64", implementation="chunked")
+    hidden = torch.ones(4, policy.model.config.hidden_size, dtype=torch.float64)
+    with torch.no_grad(), count_gemms() as count:
+        policy.token_logprobs(hidden, torch.arange(4), active_T=None if active is None else torch.tensor(active))
+    assert count.rows == (4 if active is None else 3)
 
 
 def test_inputs_of_the_first_layer_may_be_given():
