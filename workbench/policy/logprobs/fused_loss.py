@@ -253,7 +253,9 @@ class _Call:
             loss = gradient_pass.run(plan.groups)
             if into is not None and into.hidden_TD is not None and axis is not None:
                 into.hidden_TD = all_sum(into.hidden_TD, axis)
-            head_output = _scattered(gradient_pass, tokens)
+            head_output = _outputs(gradient_pass)
+            if not all_in_order:
+                head_output = head_output.map(lambda x_A: x_A.new_zeros(tokens).index_copy_(0, places_A, x_A))
         if into is not None:
             loss = _Stored.apply(*self.leaves, loss, _Gradients(into, None if all_in_order else places_A))
         fallback = "; ".join(gradient_pass.fallbacks) or None
@@ -276,12 +278,11 @@ def _fields(requested: Iterable[str], support: TruncatedSupport | None) -> tuple
     return tuple(f"{name}_T" for name in names)
 
 
-def _scattered(done: GradientPass, tokens: int) -> TokenLogprobs:
-    """Head outputs of all tokens, 0 where not computed."""
+def _outputs(done: GradientPass) -> TokenLogprobs:
+    """Head outputs of the computed rows."""
     support = done.rows.support
     whole_A = None if support is None else support.untruncated(done.places_A.device)
-    head_output = full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))), whole_A)
-    return head_output.map(lambda output_A: output_A.new_zeros(tokens).index_copy_(0, done.places_A, output_A))
+    return full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))), whole_A)
 
 
 def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
