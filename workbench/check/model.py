@@ -21,7 +21,7 @@ from torch import Tensor
 from workbench.dumps.step import StepDump
 from workbench.errors import RecordError, SpecError, check_kind, listed
 from workbench.losses.terms import LossInputs, Term
-from workbench.policy.decoder import load_decoder
+from workbench.policy.decoder import decoder_config
 from workbench.reduction.weights import StepTotals
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import Mesh, single_process_mesh
@@ -238,7 +238,7 @@ def model_step(dump: StepDump, model: Path | str, layout: Mapping[str, Any] | No
 
 
 def _check_ids(requested: str, dump: StepDump, model: str, batch: RolloutBatch, place_S: Tensor) -> None:
-    config = load_decoder(model).config.get_text_config()
+    config = decoder_config(model)
     ids_S, size = batch.tokens_T, int(config.vocab_size)
     if bad := torch.nonzero((ids_S < 0) | (ids_S >= size)).squeeze(1).tolist():
         place = int(place_S[bad[0]])

@@ -7,6 +7,8 @@ feed-forward, in one of them experts and a router. Each can break in its own way
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,19 +83,30 @@ def _refuse_incomplete(source: str, folder: Path) -> None:
         )
 
 
-def _load(source: str, folder: Path) -> Any:
-    import torch
+def decoder_config(source: str, *, project: Path | None = None) -> Any:
+    """Return the configuration of the decoder of a source, whose weights are not read.
+
+    Raises:
+        SpecError: no such checkpoint.
+    """
+    if source in TINY:
+        return TINY[source](19).config.get_text_config()
     import transformers
+
+    folder = (project or Path()) / source
+    with _named_errors(source, folder):
+        config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else source)
+    return config.get_text_config()
+
+
+@contextmanager
+def _named_errors(source: str, folder: Path) -> Iterator[None]:
+    """Turn errors of reading a checkpoint into one that names the source."""
     from safetensors import SafetensorError
 
     _refuse_incomplete(source, folder)
-    transformers.utils.logging.disable_progress_bar()
-    # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(  # annotated without the loading info
-            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-        model, info = loaded
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(
             f"load model.source = {source!r}",
@@ -102,6 +115,19 @@ def _load(source: str, folder: Path) -> Any:
             f"one of {', '.join(TINY)}",
             fix=f"check the path (the folder {source!r} is looked up under the project root)",
         ) from None
+
+
+def _load(source: str, folder: Path) -> Any:
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
+    with _named_errors(source, folder):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(  # annotated without the loading info
+            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        model, info = loaded
     mismatches = [
         f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")

@@ -5,7 +5,15 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.policy import decoder
-from workbench.policy.decoder import TINY, TINY_VISION, load_decoder, published_qwen3, tiny_qwen3, tiny_qwen3_moe
+from workbench.policy.decoder import (
+    TINY,
+    TINY_VISION,
+    decoder_config,
+    load_decoder,
+    published_qwen3,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 
 def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
@@ -149,3 +157,22 @@ class TestFormsOfACheckpoint:
         (tmp_path / "checkpoint-10/config.json").write_text("{}")
         with pytest.raises(SpecError, match=r"without config\.json(?s:.)*its checkpoints: checkpoint-10"):
             load_decoder(str(tmp_path))
+
+
+def test_a_configuration_is_read_without_the_weights(tmp_path):
+    tiny_qwen3(23).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    config = decoder_config(str(tmp_path))
+    assert (config.vocab_size, config.hidden_size) == (23, 64)
+    assert decoder_config("tiny-qwen3-moe").vocab_size == 19
+    assert decoder_config(tmp_path.name, project=tmp_path.parent).vocab_size == 23
+
+
+def test_a_configuration_that_is_absent_or_damaged_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"a folder without config\.json"):
+        decoder_config(str(tmp_path))
+    with pytest.raises(SpecError, match=r"load model\.source = 'nowhere'"):
+        decoder_config("nowhere", project=tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SpecError, match=r"load model\.source"):
+        decoder_config(str(tmp_path))
