@@ -7,12 +7,14 @@ feed-forward, in one of them experts and a router. Each can break in its own way
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SpecError, listed
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import (
         CLIPVisionModel,
         GptOssForCausalLM,
@@ -43,7 +45,13 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
         return _load(source, folder)
     if _small.get("files") != files:
         _small.update(files=files, model=_load(source, folder))
-    return copy.deepcopy(_small["model"])
+    return copied(_small["model"])
+
+
+def copied(model: nn.Module) -> Any:
+    """Return a deep copy of a model, without copying empty dictionaries of hooks: half the time of `copy.deepcopy`."""
+    hooks = (value for module in model.modules() for value in vars(module).values() if type(value) is OrderedDict)
+    return copy.deepcopy(model, {id(value): OrderedDict() for value in hooks if not value})
 
 
 def check_tied(source: str, tied: bool | None) -> None:
