@@ -102,21 +102,19 @@ class ExactMixture(nn.Module):
 
 
 def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding_window=None, s_aux=None, **_):
-    """Causal attention of one document, written out. The stock eager one takes its softmax in float32.
+    """Causal attention of one document, query by query. The stock eager one takes its softmax in float32.
 
     A sink is one more score of each query of a head, without a value.
     """
     share = query.shape[1] // key.shape[1]
+    k, v = (x[0].repeat_interleave(share, dim=0) for x in (key, value))
+    scores = query[0] @ k.transpose(1, 2) * scaling
     outputs = []
-    for head in range(query.shape[1]):
-        q, k, v = query[0, head], key[0, head // share], value[0, head // share]
-        scores = q @ k.T * scaling
-        for t in range(len(scores)):
-            seen = slice(max(0, t + 1 - (sliding_window or t + 1)), t + 1)
-            row = scores[t, seen] if s_aux is None else torch.cat([scores[t, seen], s_aux[head : head + 1]])
-            outputs.append(torch.softmax(row, dim=0)[: seen.stop - seen.start] @ v[seen])
-    length = query.shape[2]
-    return torch.stack(outputs).view(query.shape[1], length, -1).transpose(0, 1).unsqueeze(0), None
+    for t in range(query.shape[2]):
+        seen = slice(max(0, t + 1 - (sliding_window or t + 1)), t + 1)
+        row = scores[:, t, seen] if s_aux is None else torch.cat([scores[:, t, seen], s_aux[:, None]], dim=1)
+        outputs.append(torch.softmax(row, dim=1)[:, None, : seen.stop - seen.start] @ v[:, seen])
+    return torch.cat(outputs, dim=1).transpose(0, 1).unsqueeze(0), None
 
 
 def exact(model):

@@ -4,6 +4,8 @@ Without this, every other parity test only compares our code with itself. By tra
 oracle = one rank (here) = every layout (test_layouts).
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -19,14 +21,24 @@ PAPER = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.07}
 
 
 def oracle(documents, *, model=tiny_qwen3, denominator="token", tied=True, temperature=1.0, seed=3, **more):
-    exactly = exact(model(19, tied=tied, seed=seed))
+    exactly = built(model, tied, seed)
     return grpo_step(exactly, documents, **PAPER, denominator=denominator, temperature=temperature, **more)
 
 
+@functools.lru_cache(maxsize=8)
+def built(model, tied, seed):
+    """The exact model, which serves many steps: each begins without gradients and changes no weight."""
+    return exact(model(19, tied=tied, seed=seed))
+
+
 def documents_near(seed, *, model=tiny_qwen3, tied=True, temperature=1.0):
-    documents = nasty_documents(seed)
-    _, _, logprobs = oracle(documents, model=model, tied=tied, temperature=temperature)
-    return near_policy(documents, logprobs, seed, spread=0.25)
+    return near_policy(nasty_documents(seed), logprobs_of(seed, model, tied, temperature), seed, spread=0.25)
+
+
+@functools.lru_cache(maxsize=64)
+def logprobs_of(seed, model, tied, temperature):
+    """Log-probabilities of the documents of a seed, which most modules of parity begin with."""
+    return oracle(nasty_documents(seed), model=model, tied=tied, temperature=temperature)[2]
 
 
 @pytest.mark.parametrize("denominator", ["token", "document"])

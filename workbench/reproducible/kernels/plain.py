@@ -76,12 +76,14 @@ def add_outer(
     are computed at a time.
     """
     height, width = tile
+    dtype = torch.promote_types(x_TK.dtype, torch.float32)
+    tiles = [total_nK.split(width, 1) for total_nK in total_NK.split(height)]
     for dy_bN, x_bK in zip(dy_TN.split(block), x_TK.split(block), strict=True):
         columns = [canonical(x) for x in x_bK.split(width, 1)]
-        for dy, total_nK in zip(dy_bN.split(height, 1), total_NK.split(height), strict=True):
+        for dy, totals in zip(dy_bN.split(height, 1), tiles, strict=True):
             dy_nb = canonical(dy).T
-            for x, total_nk in zip(columns, total_nK.split(width, 1), strict=True):
-                _add(total_nk, peak, scale, _multiplied(dy_nb, x, torch.promote_types(x.dtype, torch.float32)))
+            for x, total_nk in zip(columns, totals, strict=True):
+                _add(total_nk, peak, scale, _multiplied(dy_nb, x, dtype))
 
 
 def add_rows(total: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
