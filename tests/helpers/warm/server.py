@@ -33,8 +33,8 @@ SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCHX_", "TORCH_NC
 Not TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which an agent sets: its ranks end with their parent, and that of a fork is another.
 """
 
-KNOWN_BY_PID = ("workbench.cli.launcher",)
-"""Modules whose starter looks for them under the pid that it started."""
+KNOWN_BY_PID = {"workbench.cli.launcher": Path(__file__).parents[1] / "warm_launcher.py"}
+"""Module whose starter looks for it under the pid that it started -> program that the interpreter runs in its place."""
 
 POLL_S = 1.0
 HIGH = 500
@@ -77,7 +77,7 @@ def main():
                 if request is None:
                     client.close()
                 elif not is_warm(request, began):
-                    client.sendall(b"cold\n")
+                    client.sendall(f"cold {stand_in(request['arguments'])}\n".encode())
                     client.close()
                 elif (pid := forked(client)) == 0:
                     signal.set_wakeup_fd(-1)
@@ -116,9 +116,14 @@ def is_warm(request, began):
         for e in (began, request["environment"])
     )
     words = [word for word in request["arguments"] if word not in ("-P", "-u")] or ["-"]
-    if mine != theirs or (words[1:2] and words[0] == "-m" and words[1] in KNOWN_BY_PID):
+    if mine != theirs or stand_in(words):
         return False
     return words[0] in ("-m", "-c") or not words[0].startswith("-")
+
+
+def stand_in(words):
+    """Return the program that the interpreter runs in place of a module, "" if it is to run what was asked of it."""
+    return str(KNOWN_BY_PID.get(words[1], "")) if words[0] == "-m" and words[1:] else ""
 
 
 def forked(client):
