@@ -123,7 +123,7 @@ def is_warm(request, began):
 
 def stand_in(words):
     """Return the program that the interpreter runs in place of a module, "" if it is to run what was asked of it."""
-    return str(KNOWN_BY_PID.get(words[1], "")) if words[0] == "-m" and words[1:] else ""
+    return str(KNOWN_BY_PID.get(words[1], "")) if words[:1] == ["-m"] and words[1:] else ""
 
 
 def forked(client):
