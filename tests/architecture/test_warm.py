@@ -46,6 +46,9 @@ def test_arguments_environment_folder_and_input_are_the_same(way, tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         "import atexit; atexit.register(print, 'at the end')",
         "import threading; threading.Timer(0.1, print, ['a thread']).start()",
+        "import sys; [s.reconfigure(errors='replace') for s in (sys.stdout, sys.stderr)]; print(sys.stdout.errors)",
+        "import sys; print(*(str(getattr(s, n)) for s in (sys.stdout, sys.stderr) for n in "
+        "('encoding', 'errors', 'line_buffering', 'write_through')))",
     ],
 )
 def test_it_ends_the_same_way(source):

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -214,7 +215,15 @@ def prepare(request, files):
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request["arguments"][:2]
-    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)
+    sys.stdout = sys.__stdout__ = opened(1, sys.stdout, unbuffered, line_buffering=os.isatty(1) and not unbuffered)
+    sys.stderr = sys.__stderr__ = opened(2, sys.stderr, unbuffered, line_buffering=not unbuffered)
+
+
+def opened(number, stream, unbuffered, *, line_buffering):
+    """A stream like the server's own, which is that of a file that it can seek in, for what the client has there."""
+    raw = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    how = {"line_buffering": line_buffering, "write_through": unbuffered}
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, **how)
 
 
 def execute(arguments):
