@@ -85,6 +85,23 @@ def test_libraries_are_loaded_and_the_package_is_not():
     assert expected.stdout == "False False False\n"
 
 
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend"),
+    [({"MPLBACKEND": "svg"}, "svg"), ({"JPY_PARENT_PID": "1"}, INLINE)],
+    ids=["given", "of a kernel"],
+)
+def test_drawings_have_the_backend_of_the_environment(environment, backend):
+    """A kernel gives it to itself, before anything imports matplotlib."""
+    source = (
+        "import sys; loaded = 'matplotlib' in sys.modules; import matplotlib as m; print(loaded, m.rcParams['backend'])"
+    )
+    done = subprocess.run([warm.python(), "-c", source], env=os.environ | environment, capture_output=True, text=True)
+    assert done.stdout == f"True {backend}\n"
+
+
 def test_another_environment_of_a_library_starts_from_nothing():
     source = "import sys; print('torch' in sys.modules)"
     got, _ = both("-c", source, env=os.environ | {"TORCH_LOGS": "+dynamo"})

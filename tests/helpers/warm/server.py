@@ -25,7 +25,19 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "MKL_", "OPENBLAS_", "LD_")
+READ_ON_IMPORT = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "MKL_",
+    "OPENBLAS_",
+    "LD_",
+    "MPLCONFIG",
+    "MATPLOTLIB",
+)
 """Prefixes of variables that the loaded libraries read while they are loaded."""
 
 SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCHX_", "TORCH_NCCL_")
@@ -214,9 +226,17 @@ def prepare(request, files):
     tempfile.tempdir = None
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "matplotlib" in sys.modules and (backend := drawing_backend()):
+        sys.modules["matplotlib"].rcParams["backend"] = backend
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request["arguments"][:2]
     sys.stdout = sys.__stdout__ = opened(1, sys.stdout, unbuffered, line_buffering=os.isatty(1) and not unbuffered)
     sys.stderr = sys.__stderr__ = opened(2, sys.stderr, unbuffered, line_buffering=not unbuffered)
+
+
+def drawing_backend():
+    """What MPLBACKEND says when a program imports matplotlib; a kernel sets it before that."""
+    of_a_kernel = "module://matplotlib_inline.backend_inline" if "JPY_PARENT_PID" in os.environ else ""
+    return os.environ.get("MPLBACKEND") or of_a_kernel
 
 
 def opened(number, stream, unbuffered, *, line_buffering):
