@@ -14,9 +14,10 @@ WITHIN_S = 60.0
 """For what takes milliseconds; the programs sleep much longer."""
 
 STATE = """
-import json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading
 print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ["OF_THIS_TEST"], sys.stdin.read(), __name__,
-                  signal.getsignal(signal.SIGINT) is signal.default_int_handler, threading.active_count()]))
+                  signal.getsignal(signal.SIGINT) is signal.default_int_handler, threading.active_count(),
+                  gc.isenabled()]))
 print("an error", file=sys.stderr)
 """
 

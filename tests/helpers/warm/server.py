@@ -60,6 +60,7 @@ def main():
         os._exit(0)  # it belongs to all workers, and is no child of the first
     began = dict(os.environ)  # libraries add to it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # while libraries are loaded, as `workbench.launch.forkserver`
     for name in sys.argv[3:]:
         module, _, call = name.partition(":")
         loaded = importlib.import_module(module)
@@ -68,6 +69,7 @@ def main():
             getattr(loaded, function)(argument)
     gc.collect()
     gc.freeze()
+    gc.enable()
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
