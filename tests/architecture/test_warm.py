@@ -14,9 +14,10 @@ WITHIN_S = 60.0
 """For what takes milliseconds; the programs sleep much longer."""
 
 STATE = """
-import json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading
 print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.environ["OF_THIS_TEST"], sys.stdin.read(), __name__,
-                  signal.getsignal(signal.SIGINT) is signal.default_int_handler, threading.active_count()]))
+                  signal.getsignal(signal.SIGINT) is signal.default_int_handler, threading.active_count(),
+                  gc.isenabled()]))
 print("an error", file=sys.stderr)
 """
 
@@ -46,6 +47,9 @@ def test_arguments_environment_folder_and_input_are_the_same(way, tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         "import atexit; atexit.register(print, 'at the end')",
         "import threading; threading.Timer(0.1, print, ['a thread']).start()",
+        "import sys; [s.reconfigure(errors='replace') for s in (sys.stdout, sys.stderr)]; print(sys.stdout.errors)",
+        "import sys; print(*(str(getattr(s, n)) for s in (sys.stdout, sys.stderr) for n in "
+        "('encoding', 'errors', 'line_buffering', 'write_through')))",
     ],
 )
 def test_it_ends_the_same_way(source):
@@ -80,6 +84,23 @@ def test_libraries_are_loaded_and_the_package_is_not():
     got, expected = both("-c", source)
     assert got.stdout == "True True False\n"
     assert expected.stdout == "False False False\n"
+
+
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+@pytest.mark.parametrize(
+    ("environment", "backend"),
+    [({"MPLBACKEND": "svg"}, "svg"), ({"JPY_PARENT_PID": "1"}, INLINE)],
+    ids=["given", "of a kernel"],
+)
+def test_drawings_have_the_backend_of_the_environment(environment, backend):
+    """A kernel gives it to itself, before anything imports matplotlib."""
+    source = (
+        "import sys; loaded = 'matplotlib' in sys.modules; import matplotlib as m; print(loaded, m.rcParams['backend'])"
+    )
+    done = subprocess.run([warm.python(), "-c", source], env=os.environ | environment, capture_output=True, text=True)
+    assert done.stdout == f"True {backend}\n"
 
 
 def test_another_environment_of_a_library_starts_from_nothing():

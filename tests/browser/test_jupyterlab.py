@@ -40,7 +40,7 @@ import time
 
 
 def loss(inputs):
-    time.sleep(0.2)
+    time.sleep(0.4)
     return -inputs.advantages_T * inputs.policy_logprobs_T
 """
 

@@ -24,26 +24,38 @@ def report(tmp_path_factory):
     return write_report(layout_parity(), tmp_path_factory.mktemp("report") / "report.html")
 
 
-@pytest.fixture
-def visit(browser, report):
-    """Open the report without a network; remember every request, message and error."""
-    contexts = []
+@pytest.fixture(scope="module")
+def windows(browser):
+    """With and without scripts, no network; a window costs more than three pages in it, and our pages store nothing."""
+    contexts = {scripts: browser.new_context(offline=True, java_script_enabled=scripts) for scripts in (True, False)}
+    for context in contexts.values():
+        context.new_page()  # the window closes with its last page
+    yield contexts
+    for context in contexts.values():
+        context.close()
 
-    def open_it(**how):
-        context = browser.new_context(offline=True, **how)
-        contexts.append(context)
-        page = context.new_page()
+
+@pytest.fixture
+def visit(windows, report):
+    """Open the report without a network; remember every request, message and error."""
+    pages = []
+
+    def open_it(path=report, *, viewport=None, color_scheme="light", scripts=True):
+        page = windows[scripts].new_page()
+        pages.append(page)
+        page.set_viewport_size(viewport or {"width": 1280, "height": 720})
+        page.emulate_media(color_scheme=color_scheme)
         page.heard = []
         page.requested = []
         page.on("console", lambda message: page.heard.append(message.text))
         page.on("pageerror", lambda error: page.heard.append(str(error)))
         page.on("request", lambda request: page.requested.append(request.url))
-        page.goto(report.as_uri())
+        page.goto(path.as_uri())
         return page
 
     yield open_it
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -85,7 +97,7 @@ def test_the_bar_of_a_fault_ends_beyond_the_budget_and_a_correct_one_before_it(v
 
 
 def test_numbers_open_at_a_click_without_a_script(visit):
-    page = visit(java_script_enabled=False, viewport={"width": 1280, "height": 900})
+    page = visit(scripts=False, viewport={"width": 1280, "height": 900})
     details = page.locator("details", has_text="fault_shift_after_shard").last
     assert not details.locator("table").is_visible()
     details.locator("summary").click()
@@ -126,8 +138,7 @@ def large(tmp_path_factory):
 
 @pytest.mark.parametrize("media", ["screen", "print"])
 def test_50_configurations_fit_700_pixels(media, visit, large):
-    page = visit(viewport={"width": 700, "height": 900})
-    page.goto(large.as_uri())
+    page = visit(large, viewport={"width": 700, "height": 900})
     page.emulate_media(media=media)
     assert page.evaluate("document.documentElement.scrollWidth") <= 700
     assert page.evaluate(TOO_NARROW) == []
@@ -135,8 +146,7 @@ def test_50_configurations_fit_700_pixels(media, visit, large):
 
 
 def test_verdicts_are_filtered_ordered_and_grouped(visit, large):
-    page = visit(viewport={"width": 1280, "height": 900})
-    page.goto(large.as_uri())
+    page = visit(large, viewport={"width": 1280, "height": 900})
     assert page.locator("tr.row").count() == 50
     page.fill("#filter", "FAULT_ different")
     assert page.inner_text("#shown") == "9 of 50 shown"
@@ -164,7 +174,7 @@ def test_two_configurations_are_compared(visit):
 
 
 def test_without_a_script_all_rows_stand_and_no_control(visit):
-    page = visit(java_script_enabled=False, viewport={"width": 700, "height": 900})
+    page = visit(scripts=False, viewport={"width": 700, "height": 900})
     assert page.locator("tr.row").count() == 15
     assert not page.locator("#controls").is_visible()
     assert not page.locator("#pair").is_visible()

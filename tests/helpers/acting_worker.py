@@ -8,6 +8,7 @@ rank 1, ``exit_3`` leaves with code 3, ``say_no`` leaves with a sentence; ``chil
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "folder": str(Path.cwd()),
             "loaded": LOADED_BEFORE,
+            "collects": gc.isenabled(),
             "path": sys.path,
             "random": numpy.random.random(),  # noqa: NPY002 (the generator that everybody shares)
             "cpu_s": time.process_time(),

@@ -35,6 +35,7 @@ def main() -> None:
     """
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # its passes over what is being loaded find next to nothing
     for name in sys.argv[2:]:
         module, _, call = name.partition(":")
         loaded = importlib.import_module(module)
@@ -43,6 +44,7 @@ def main() -> None:
             getattr(loaded, function)(argument)
     gc.collect()
     gc.freeze()  # a collection in a copy then touches no page of the loaded modules
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended copies leave no zombie
     control, listener = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)

@@ -35,7 +35,7 @@ TOKENS = 8192
 """Tokens of a forward pass."""
 LOGITS = 2**25
 """Logits that exist at a time."""
-KEPT_MODELS, KEPT_STATES, KEPT_BYTES = 4, 48, 2**28
+KEPT_MODELS, KEPT_PARTS, KEPT_STATES, KEPT_BYTES = 4, 2, 48, 2**28
 
 
 class Computation:
@@ -71,7 +71,7 @@ class Computation:
         self._heads: OrderedDict[tuple[Any, ...], tuple[Any, Tensor, Tensor | None]] = OrderedDict()
         self._models: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._start()
-        self.base = self._load(CURRENT)
+        self.base = self._read(CURRENT)
         self.config = self.base.config.get_text_config()
         self._check_ids()
 
@@ -83,6 +83,7 @@ class Computation:
         self._states: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
         self._columns: dict[Configuration, Tensor] = {}
         self._exact: dict[Configuration, Tensor] = {}
+        self._openings: OrderedDict[tuple[Any, ...], Computation] = OrderedDict()
 
     def part(self, numbers: Sequence[int]) -> Computation:
         """Return a computation of some documents, on the same models; each reading of a prompt sees all documents."""
@@ -124,6 +125,10 @@ class Computation:
         return [module for module in self.base.modules() if type(module).__name__.endswith("Router")]
 
     def _load(self, name: str) -> Any:
+        """A model of the caller's own: a copy of the one that is kept, where the current weights are asked for."""
+        return copy.deepcopy(self.base) if name == CURRENT else self._read(name)
+
+    def _read(self, name: str) -> Any:
         source = self._sources[name]
         if isinstance(source, nn.Module):
             return copy.deepcopy(source).float().eval()
@@ -196,6 +201,22 @@ class Computation:
             of_it = torch.tensor([one == configuration for one in by_document])[self.document_T]
             column_T[of_it] = column(configuration)[of_it]
         return column_T
+
+    def openings(self, tokens: str, names: Sequence[str], numbers: Sequence[int], first: int) -> Computation:
+        """Part of the first tokens of some documents, all with the first reading of their prompts, then with the next.
+
+        The last ones are kept: states of a search that differ in other things ask for the same passes.
+        """
+        key = (tokens, tuple(names), tuple(numbers), first)
+        if key not in self._openings:
+            few = self.part([n for _ in names for n in numbers])
+            few.readings = {tokens: [ids[:first] for ids in few.readings[tokens]]}
+            few.prefixes = [name for name in names for _ in numbers]
+            self._openings[key] = few
+            while len(self._openings) > KEPT_PARTS:
+                self._openings.popitem(last=False)
+        self._openings.move_to_end(key)
+        return self._openings[key]
 
     def _column(self, configuration: Configuration) -> Tensor:
         return self._aligned(self.values(configuration), configuration)

@@ -270,9 +270,7 @@ def _screened(state: State, log_T: Tensor, numbers: list[int]) -> tuple[list[str
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = [token for key in keys for token in _ids(getattr(config, key, None))]
     names = list(prefix_names(computation.all_documents, min(config.vocab_size, SMALL_VOCABULARY + 1), special))
-    few = computation.part([n for _ in names for n in numbers])
-    few.readings = {now.tokens: [ids[:SCREENED_TOKENS] for ids in few.readings[now.tokens]]}
-    few.prefixes = [name for name in names for _ in numbers]
+    few = computation.openings(now.tokens, names, numbers, SCREENED_TOKENS)
     gains = []
     sizes = [len(one.completion) for one in few.documents]
     for number, column_C in enumerate(few.column(now).split(sizes)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from experiments.benchmarks import ready_rank, trivial_rank
+from tests.helpers import warm
 from workbench.records.provenance import project_root
 
 
@@ -14,7 +14,7 @@ def test_it_is_the_trivial_rank_with_the_imports_of_a_real_one():
     command = "import sys, experiments.benchmarks.{}; print('workbench.policy.model' in sys.modules)"
     texts = [
         subprocess.run(
-            [sys.executable, "-c", command.format(name)], capture_output=True, text=True, cwd=project_root()
+            [warm.python(), "-c", command.format(name)], capture_output=True, text=True, cwd=project_root()
         ).stdout.strip()
         for name in ("ready_rank", "trivial_rank")
     ]

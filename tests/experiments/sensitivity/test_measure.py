@@ -48,13 +48,15 @@ def test_every_gate_names_its_source_at_a_commit():
         assert ".py" in gate.source
 
 
+STEPS = 2
 LAYOUTS = {"one_rank": {}, "cp2": {"layout": {"cp": 2, "order": "zigzag"}}}
-"""One pair of layouts, in which one of the two faults shows; the benchmark itself measures the whole ablation."""
+"""One pair of layouts and so many steps, in which one of the two faults shows; the benchmark measures the whole."""
 
 
 def test_the_record_has_both_precisions_the_gates_and_bars(tmp_path, monkeypatch):
     whole = yaml.safe_load((project_root() / module.ABLATION).read_text())
-    (tmp_path / "ablation.yaml").write_text(yaml.safe_dump(whole | {"configurations": LAYOUTS, "extra": {}}))
+    less = {"base": whole["base"] | {"steps": STEPS}, "configurations": LAYOUTS, "extra": {}}
+    (tmp_path / "ablation.yaml").write_text(yaml.safe_dump(whole | less))
     monkeypatch.setattr(module, "ABLATION", tmp_path / "ablation.yaml")
     lines = []
     record = module.measure(faults=["missing_cp_factor", "tool_mask_ignored"], report_progress=lines.append)

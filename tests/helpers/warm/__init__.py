@@ -31,9 +31,10 @@ LIBRARIES = (
     "ipykernel.ipkernel",
     "ipywidgets",
     "IPython.core.completer",
+    "matplotlib.figure",
 )
-"""What kernels, launchers and ranks load. Without matplotlib and ipykernel.kernelapp, which read the environment then
-(MPLBACKEND, JPY_PARENT_PID)."""
+"""What kernels, launchers and ranks load. Without ipykernel.kernelapp, which reads the environment then
+(JPY_PARENT_PID)."""
 
 
 def python() -> str:

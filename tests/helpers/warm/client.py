@@ -41,8 +41,9 @@ def main():
     text = json.dumps(request).encode()
     socket.send_fds(server, [len(text).to_bytes(8, "big")], opened)
     server.sendall(text)
-    if line_of(server) != b"warm":  # or nothing: the server ended while it loaded its libraries
-        become_the_interpreter(arguments)
+    answer = line_of(server)
+    if answer != b"warm":  # or nothing: the server ended while it loaded its libraries
+        become_the_interpreter(arguments, answer.decode().partition(" ")[2])
     for number in opened:  # whoever reads from a pipe sees its end when the fork has closed it
         os.close(number)
     answer = line_of(server) or b"-9"  # the server was killed, and its forks with it
@@ -74,7 +75,10 @@ def is_open(number):
     return True
 
 
-def become_the_interpreter(arguments):
+def become_the_interpreter(arguments, stand_in=""):
+    """Run what was asked, or another program in place of a module: it is this process, and what it starts is warm."""
+    if stand_in:
+        os.environ["WARM_PYTHON"], arguments = sys.argv[0], ["-P", stand_in, *arguments[2:]]
     for number in FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

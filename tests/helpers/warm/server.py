@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -24,7 +25,19 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "MKL_", "OPENBLAS_", "LD_")
+READ_ON_IMPORT = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "MKL_",
+    "OPENBLAS_",
+    "LD_",
+    "MPLCONFIG",
+    "MATPLOTLIB",
+)
 """Prefixes of variables that the loaded libraries read while they are loaded."""
 
 SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCHX_", "TORCH_NCCL_")
@@ -33,8 +46,8 @@ SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCHX_", "TORCH_NC
 Not TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which an agent sets: its ranks end with their parent, and that of a fork is another.
 """
 
-KNOWN_BY_PID = ("workbench.cli.launcher",)
-"""Modules whose starter looks for them under the pid that it started."""
+KNOWN_BY_PID = {"workbench.cli.launcher": Path(__file__).parents[1] / "warm_launcher.py"}
+"""Module whose starter looks for it under the pid that it started -> program that the interpreter runs in its place."""
 
 POLL_S = 1.0
 HIGH = 500
@@ -47,6 +60,7 @@ def main():
         os._exit(0)  # it belongs to all workers, and is no child of the first
     began = dict(os.environ)  # libraries add to it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # while libraries are loaded, as `workbench.launch.forkserver`
     for name in sys.argv[3:]:
         module, _, call = name.partition(":")
         loaded = importlib.import_module(module)
@@ -55,6 +69,7 @@ def main():
             getattr(loaded, function)(argument)
     gc.collect()
     gc.freeze()
+    gc.enable()
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
@@ -77,7 +92,7 @@ def main():
                 if request is None:
                     client.close()
                 elif not is_warm(request, began):
-                    client.sendall(b"cold\n")
+                    client.sendall(f"cold {stand_in(request['arguments'])}\n".encode())
                     client.close()
                 elif (pid := forked(client)) == 0:
                     signal.set_wakeup_fd(-1)
@@ -116,9 +131,14 @@ def is_warm(request, began):
         for e in (began, request["environment"])
     )
     words = [word for word in request["arguments"] if word not in ("-P", "-u")] or ["-"]
-    if mine != theirs or (words[1:2] and words[0] == "-m" and words[1] in KNOWN_BY_PID):
+    if mine != theirs or stand_in(words):
         return False
     return words[0] in ("-m", "-c") or not words[0].startswith("-")
+
+
+def stand_in(words):
+    """Return the program that the interpreter runs in place of a module, "" if it is to run what was asked of it."""
+    return str(KNOWN_BY_PID.get(words[1], "")) if words[:1] == ["-m"] and words[1:] else ""
 
 
 def forked(client):
@@ -208,8 +228,24 @@ def prepare(request, files):
     tempfile.tempdir = None
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "matplotlib" in sys.modules and (backend := drawing_backend()):
+        sys.modules["matplotlib"].rcParams["backend"] = backend
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request["arguments"][:2]
-    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)
+    sys.stdout = sys.__stdout__ = opened(1, sys.stdout, unbuffered, line_buffering=os.isatty(1) and not unbuffered)
+    sys.stderr = sys.__stderr__ = opened(2, sys.stderr, unbuffered, line_buffering=not unbuffered)
+
+
+def drawing_backend():
+    """What MPLBACKEND says when a program imports matplotlib; a kernel sets it before that."""
+    of_a_kernel = "module://matplotlib_inline.backend_inline" if "JPY_PARENT_PID" in os.environ else ""
+    return os.environ.get("MPLBACKEND") or of_a_kernel
+
+
+def opened(number, stream, unbuffered, *, line_buffering):
+    """A stream like the server's own, which is that of a file that it can seek in, for what the client has there."""
+    raw = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    how = {"line_buffering": line_buffering, "write_through": unbuffered}
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, **how)
 
 
 def execute(arguments):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import workbench
+from tests.helpers import warm
 from workbench.cli import lab as verb
 from workbench.cli import main
 from workbench.errors import LaunchError
@@ -75,7 +76,7 @@ def wheel(tmp_path_factory):
 
 def in_wheel(wheel, folder, *words):
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
-    command = [sys.executable, "-P", "-m", "workbench", *words]
+    command = [warm.python(), "-P", "-m", "workbench", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 

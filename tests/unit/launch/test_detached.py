@@ -30,9 +30,10 @@ ENDLESS = {
     "configurations": {"a": {}, "b": {"seed": 1}},
 }
 ASKING = """
-import sys, time, workbench
+import os, sys, time, workbench
+from tests.helpers.stand_in import stand_in
 from workbench.launch import detached
-detached.LAUNCHER = "tests.helpers.warm_launcher"
+detached.sys = stand_in(sys, executable=os.environ["WARM_PYTHON"])
 experiment = workbench.Experiment(sys.argv[1]).launch(where="processes", detached=True)
 print("launched", flush=True)
 time.sleep(600)
@@ -66,7 +67,9 @@ def endless(tmp_path, monkeypatch):
 def test_runs_outlive_who_asked_and_are_found_shown_and_cancelled(endless):
     runs_dir = endless.folder / "runs"
     [launcher] = launchers(runs_dir)
-    assert psutil.Process(launcher.pid).cmdline()[-2] == warm_launcher.__name__
+    process = psutil.Process(launcher.pid)
+    assert process.cmdline()[-2] == warm_launcher.__file__
+    assert any(warm.python() in child.cmdline() for child in process.children()), "no fork server that starts warm"
     run = until(lambda: next((run for run in endless.runs if run.status == "running" and run.steps()), None))
     taken = len(run.steps())
     until(lambda: len(run.steps()) > taken)

@@ -141,6 +141,7 @@ class TestARank:
         job, run = start(ranks=1)
         assert wait(job) == "succeeded"
         assert {"torch", "transformers", "safetensors", "pydantic", "numpy"} <= set(told(run, "seen0")["loaded"])
+        assert told(run, "seen0")["collects"], "the server loads without the garbage collector, and its forks have it"
 
     def test_imports_from_the_source_tree_and_not_from_the_folder_of_the_server(self, start):
         job, run = start(ranks=1)

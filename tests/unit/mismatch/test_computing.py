@@ -93,3 +93,27 @@ def test_batches_have_every_row_once_and_are_small():
     groups = batches(lengths)
     assert sorted(n for group in groups for n in group) == [0, 1, 2, 3, 4]
     assert all(len(group) * max(lengths[n] for n in group) <= TOKENS for group in groups)
+
+
+def test_openings_are_those_of_the_documents_and_their_passes_are_kept():
+    own, names, numbers = computation(), ["recorded", "drop_first:1"], [2, 5]
+    few = own.openings("recorded", names, numbers, 4)
+    column_NDC = few.column(Configuration()).reshape(2, 2, 12)
+    for name, column_DC in zip(names, column_NDC, strict=True):
+        expected_DC = own.column(Configuration(prefix=name)).reshape(8, 12)[numbers]
+        assert torch.allclose(column_DC[:, :4], expected_DC[:, :4], rtol=0, atol=1e-6)
+        assert column_DC[:, 4:].isnan().all()
+    taken = few.passes
+    again = own.openings("recorded", names, numbers, 4)
+    again.column(Configuration(temperature=0.5))
+    assert again.passes == taken
+    other = own.openings("recorded", names, [5, 2], 4)
+    assert torch.allclose(other.column(Configuration()).reshape(2, 2, 12)[:, 0, :4], column_NDC[:, 1, :4], atol=1e-6)
+
+
+def test_no_configuration_changes_the_weights_that_are_kept():
+    own = computation()
+    own.column(Configuration(precision="bfloat16"))
+    for name, weight in load_decoder("tiny-qwen3").state_dict().items():
+        assert torch.equal(own.base.state_dict()[name], weight)
+        assert own.base.state_dict()[name].dtype == weight.dtype
