@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.head import drawn
+from experiments.head import drawn, measure
 from experiments.head.workloads import SIZES
 from workbench.atomic import from_json
 from workbench.records.provenance import project_root
@@ -35,6 +35,9 @@ def test_sizes_are_within_their_limits_and_multiples():
         assert size.tokens % 1024 == size.dimension % 64 == size.vocabulary % 64 == 0
 
 
-def test_without_a_gpu_the_tiny_size_is_measured():
+def test_without_a_gpu_the_tiny_size_is_measured_with_and_without_a_known_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(measure, "SAMPLE_MS", 1.0)
     record = drawn.measure(rounds=1)
     assert list(record["bars"]) == [f"tiny: {name}" for name in drawn.BARS]
+    (work,) = record["workloads"].values()
+    assert {*work["forward_backward"], *work["forward"]} >= {*drawn.BARS, *drawn.COUNTED}
