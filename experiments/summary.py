@@ -174,11 +174,12 @@ def drawn_heads() -> str:
     count = sum(bar["holds"] for bar in record["bars"].values())
     missed = [f"{name} {bar['median']:.3f}" for name, bar in record["bars"].items() if not bar["holds"]]
     return _section(
-        "The head at sizes that nothing was tuned on",
+        "The head at drawn sizes",
         f"One {record['device']}, {_versions(record)}, bfloat16, medians of {record['rounds']} rounds, in another run "
         "than the table above: our passes against cuBLAS's GEMMs, at the four sizes above and at three drawn from the "
-        f"seed {record['seed']}. A sample takes a tenth of a second, after as long a time that is not counted, so that "
-        "the GPU is at its power limit, as in training.",
+        f"seed {record['seed']}. They are no longer unseen: tiles and chunks were compared by hand at these sizes, too "
+        "(`--seed NUMBER` draws others). A sample takes a tenth of a second, after as long a time that is not counted, "
+        "so that the GPU is at its power limit, as in training.",
         _table(
             [
                 "size",
@@ -444,9 +445,6 @@ def four_gpus_8b() -> str:
         "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
         EARLY_SUMS_OVER_CP,
         *_ranks_alone("gpu_layouts/four_gpus_8b"),
-        "Alone, `cp4_ulysses_one_row` took longer than in its job, above: it is no bound. A likely cause is that the "
-        "fake backend left exchanged heads unset, and rows that are not finite take the exact engine of the head; "
-        "since then a rank gets its own values back, and has not been measured again.",
     )
 
 

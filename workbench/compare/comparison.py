@@ -329,8 +329,8 @@ class Comparison:
         path = Path(path) / "comparison.json" if Path(path).is_dir() else Path(path)
         try:
             data = from_json(path.read_bytes())
-            for name, said in data.pop("tables", {}).items():
-                for c, records in zip(data["configurations"], columnar.read_table(path, said), strict=True):
+            for name, entry in data.pop("tables", {}).items():
+                for c, records in zip(data["configurations"], columnar.read_table(path, entry), strict=True):
                     c[name] = {r.pop("step"): r for r in records} if name == "ratios" else records
             data["configurations"] = [
                 Configuration(**(c | {"parameters": [ParameterDifference(**p) for p in c["parameters"]]}))

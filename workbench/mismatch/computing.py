@@ -36,6 +36,8 @@ TOKENS = 8192
 LOGITS = 2**25
 """Logits that exist at a time."""
 KEPT_MODELS, KEPT_PARTS, KEPT_STATES, KEPT_BYTES = 4, 2, 48, 2**28
+"""Models, openings, and hidden states and their bytes that are kept, the last ones used: openings of two readings of
+the tokens, as a search compares two at a time."""
 
 
 class Computation:

@@ -275,7 +275,8 @@ class Policy:
 
         ``head`` is in place of `head_arguments`. Other arguments as in `logprobs.token_logprobs`. ``temperature_T``
         divides each token's logits (1 under the mask), for rollouts sampled at several temperatures; None: the policy's
-        temperature for all.
+        temperature for all. A negative target, which is ignored, costs a second pass on chunked and triton unless
+        ``active_T`` leaves it out.
 
         Shapes: hidden_TD [t, D], the others [t] -> [t] each.
         Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.

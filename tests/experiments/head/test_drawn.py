@@ -11,7 +11,9 @@ from workbench.records.provenance import project_root
 def test_the_record_has_the_drawn_sizes_and_their_bars():
     record = from_json((project_root() / "experiments/head/drawn.json").read_text())
     sizes = [(work["tokens"], work["dimension"], work["vocabulary"]) for work in record["workloads"].values()]
-    assert sizes == [(size.tokens, size.dimension, size.vocabulary) for size in (*SIZES, *drawn.drawn_sizes())]
+    assert sizes == [
+        (size.tokens, size.dimension, size.vocabulary) for size in (*SIZES, *drawn.drawn_sizes(record["seed"]))
+    ]
     assert record["bars"] == drawn.bars(record["workloads"])
     assert len(record["bars"]) == 3 * len(sizes)
 
@@ -37,7 +39,8 @@ def test_sizes_are_within_their_limits_and_multiples():
 
 def test_without_a_gpu_the_tiny_size_is_measured_with_and_without_a_known_number_of_tokens(monkeypatch):
     monkeypatch.setattr(measure, "SAMPLE_MS", 1.0)
-    record = drawn.measure(rounds=1)
+    record = drawn.measure(seed=5, rounds=1)
+    assert record["seed"] == 5
     assert list(record["bars"]) == [f"tiny: {name}" for name in drawn.BARS]
     (work,) = record["workloads"].values()
     assert {*work["forward_backward"], *work["forward"]} >= {*drawn.BARS, *drawn.COUNTED}

@@ -111,7 +111,10 @@ def token_logprobs(
     if expected_rows is None:
         return of_rows(counted())
     head_output = of_rows(expected_rows)
-    return head_output if (count := counted()) == expected_rows else of_rows(count)
+    if (count := counted()) == expected_rows:
+        return head_output
+    del head_output  # with what it saved for backward
+    return of_rows(count)
 
 
 @dataclass(frozen=True)

@@ -176,10 +176,11 @@ def fused_loss(
     result = call.run(expected_rows)
     if (count := counted()) == expected_rows:
         return result
+    wasted = result.gemms * expected_rows / max(1, count)
+    del result  # with its gradients
     again = call.run(count)
-    gemms = again.gemms + result.gemms * expected_rows / max(1, count)
     twice = f"{count} tokens are computed, but {expected_rows} were expected: everything was computed again"
-    return replace(again, gemms=gemms, fallback="; ".join(filter(None, [twice, again.fallback])))
+    return replace(again, gemms=again.gemms + wasted, fallback="; ".join(filter(None, [twice, again.fallback])))
 
 
 @dataclass(frozen=True)

@@ -383,7 +383,7 @@ class GradientPass:
                 support_logprobs_T=forward.support.logprobs_C, support_entropy_T=forward.support.entropy_C
             )
         values = [getattr(output, name) for name in self.fields]
-        if isinstance(some, slice):
+        if isinstance(some, slice):  # one launch for all fields
             torch._foreach_copy_(list(self.outputs_FA[:, some].unbind()), values)
         else:
             self.outputs_FA[:, some] = torch.stack(values)

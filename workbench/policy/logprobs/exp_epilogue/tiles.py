@@ -40,9 +40,10 @@ class Tile:
 def choose_tile(dtype: torch.dtype, device: torch.device) -> Tile:
     """Choose the tile for operands of this dtype on this device, independent of their number and depth.
 
-    Measured by hand on an H200 at its power limit, at depths of 1,024 to 7,360: groups of 16 tiles take up to 3 % less
-    time than groups of 12, and 2 % less than 20. Smaller tiles, two of them at a time on a multiprocessor, one of which
-    multiplies while the other computes exponentials, take 3 to 4 % more at depths of 1,024 and 1,344, and more beyond.
+    Measured by hand on H200s at their power limit, at depths of 1,024 to 7,360: without a gradient groups of 16 tiles
+    take 1 to 4 % less time than groups of 12 or 20, with one the three are within the noise of 1 to 2 %. Smaller tiles,
+    two at a time on a multiprocessor, one of which multiplies while the other computes exponentials, take 2 to 5 % more
+    at depths of 1,024 and 1,344, and more beyond.
     """
     if device.type != "cuda":
         return Tile(32, 32, 32, warps=4, stages=1, group=2)
