@@ -71,8 +71,9 @@ class Contender:
 
 def part_of(work: Workload, loss: str) -> Part:
     """Build a named loss on a workload."""
-    length = LONG if loss == "gspo long" else DOCUMENT
-    return work.loss_of(TOKEN if loss == "token" else GSPO, work.documents(length))
+    if loss == "token":
+        return work.loss_of(TOKEN)
+    return work.loss_of(GSPO, work.documents(LONG if loss == "gspo long" else DOCUMENT))
 
 
 # -- the floor -------------------------------------------------------------------------------------------------
@@ -113,7 +114,6 @@ def ours_fused(
 
     def make(work: Workload) -> Pass:
         part, rows = part_of(work, loss), None if counted else work.size.tokens
-        documents_T = part.documents_T if loss != "token" else None
 
         def run() -> Tensor:
             result = fused_loss(
@@ -121,7 +121,7 @@ def ours_fused(
                 work.weight_VD,
                 work.targets_T,
                 part,
-                document_ids_T=documents_T,
+                document_ids_T=part.documents_T,
                 expected_rows=rows,
                 accumulate=accumulate,
                 implementation=implementation,

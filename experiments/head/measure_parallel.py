@@ -25,7 +25,7 @@ import torch
 from experiments.entries import JOB_S, OUT, job_output
 from experiments.head.contenders import TOKEN
 from experiments.head.page import write_head_report
-from experiments.head.workloads import DOCUMENT, SIZES, SIZES_WITHOUT_GPU, Size, Workload
+from experiments.head.workloads import SIZES, SIZES_WITHOUT_GPU, Size, Workload
 from workbench.metrics.step import StepClock
 from workbench.policy.logprobs.fused_loss import fused_loss
 from workbench.records.provenance import project_root, provenance
@@ -102,7 +102,7 @@ def _sample(size: Size, mesh: Mesh, count: int) -> list[float]:
     work = Workload.make(size, mesh.device, torch.bfloat16 if on_gpu else torch.float32)
     first, last = shard_range(size.vocabulary, axis, what="vocabulary")
     local_VD = work.weight_VD.detach()[first:last].clone().requires_grad_()
-    part = work.loss_of(TOKEN, work.documents(DOCUMENT))
+    part = work.loss_of(TOKEN)
     samples = []
     for number in range(count + 2):
         work.hidden_TD.grad = local_VD.grad = None

@@ -100,15 +100,18 @@ class Workload:
         """[T] long: documents of a length, one after another."""
         return torch.arange(self.size.tokens, device=self.targets_T.device) // length
 
-    def loss_of(self, spec: LossSpec, documents_T: Tensor) -> Part:
-        """Build the loss as a callback: the share of some rows in the mean over all tokens."""
+    def loss_of(self, spec: LossSpec, documents_T: Tensor | None = None) -> Part:
+        """Build the loss as a callback: the share of some rows in the mean over all tokens.
+
+        ``documents_T`` are needed by losses of sequences alone.
+        """
         return Part(self, spec, documents_T)
 
 
 class Part:
     """Share of some rows in a loss: the callback of `fused_loss`, and the loss of peers' log-probabilities."""
 
-    def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor) -> None:
+    def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor | None) -> None:
         self.work, self.loss, self.documents_T = work, build_loss(spec), documents_T
 
     def __call__(self, output: TokenLogprobs, index_C: Tensor) -> Tensor:
@@ -117,20 +120,20 @@ class Part:
             output.logprobs_T,
             self.work.old_logprobs_T[index_C],
             self.work.advantages_T[index_C],
-            self.documents_T[index_C],
+            None if self.documents_T is None else self.documents_T[index_C],
         )
 
     def whole(self, logprobs_T: Tensor) -> Tensor:
         """The loss of all rows, from their log-probabilities."""
         return self.of(logprobs_T, self.work.old_logprobs_T, self.work.advantages_T, self.documents_T)
 
-    def of(self, logprobs_C: Tensor, old_C: Tensor, advantages_C: Tensor, documents_C: Tensor) -> Tensor:
+    def of(self, logprobs_C: Tensor, old_C: Tensor, advantages_C: Tensor, documents_C: Tensor | None) -> Tensor:
         """Sum of the rows' values over all tokens of the workload, from tensors of the rows."""
         inputs = LossInputs(
             logprobs_C,
             old_C.to(logprobs_C.dtype),
             advantages_C.to(logprobs_C.dtype),
-            document_ids_T=documents_C - documents_C[0],
+            document_ids_T=None if documents_C is None else documents_C - documents_C[0],
         )
         return self.loss(inputs)["policy"].values_T.sum() / self.work.size.tokens
 

@@ -78,10 +78,9 @@ def clip_ratio(
         bounds_if_negative.append(max(delta, upper))
     with torch.no_grad():
         positive_T = advantages_T > 0
-        # Bounds as tensors of the ratio's dtype: two Python numbers in `where` would make float32 of them.
-        bound_T = torch.where(positive_T, log_ratio_T.new_full((), above_if_positive), log_ratio_T.new_full((), lower))
+        bound_T = torch.full_like(log_ratio_T, lower).masked_fill_(positive_T, above_if_positive)
         ratio_T = log_ratio_T.exp()
-        clipped_T = torch.where(positive_T, ratio_T > bound_T, (ratio_T < bound_T) & (advantages_T < 0))
+        clipped_T = (ratio_T - bound_T) * advantages_T > 0
         if bounds_if_negative:
             above = log_ratio_T.new_full((), min(bounds_if_negative))
             bound_T = torch.where(~positive_T & (log_ratio_T > 0), above, bound_T)
@@ -92,4 +91,4 @@ def clip_ratio(
     silent_T = clipped_T | (advantages_T == 0)
     ratio_T = torch.exp(log_ratio_T.masked_fill(silent_T, 0.0))
     extras = {"dual_clipped": clipped_T & (advantages_T < 0) & (log_ratio_T.detach() > 0)} if bounds_if_negative else {}
-    return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T, extras=extras)
+    return Term(torch.where(silent_T, bound_T, ratio_T) * -advantages_T, clipped_T=clipped_T, extras=extras)

@@ -25,7 +25,7 @@ def test_a_workload_looks_like_a_language_model_s(work):
 
 
 def test_the_ground_truth_matches_autograd(work):
-    part = work.loss_of(TOKEN, work.documents(DOCUMENT))
+    part = work.loss_of(TOKEN)
     truth = Truth.of(work, part, rows=300)
     documents = work.documents(DOCUMENT)
     assert documents.tolist() == [0] * DOCUMENT + [1] * DOCUMENT
@@ -38,7 +38,7 @@ def test_the_ground_truth_matches_autograd(work):
 
 
 def test_a_part_s_share_adds_up_to_the_whole(work):
-    part = work.loss_of(TOKEN, work.documents(DOCUMENT))
+    part = work.loss_of(TOKEN)
     logprobs_T = work.old_logprobs_T + 0.1
     shares = [part(TokenLogprobs(logprobs_T[index]), index) for index in torch.arange(2 * DOCUMENT).split(700)]
     assert float((sum(shares) - part.whole(logprobs_T)).abs()) < 1e-12

@@ -73,7 +73,13 @@ def gradients_of(loss: Any, leaves: Sequence[Tensor], *, check: bool) -> tuple[T
     if check:
         _refuse_other_leaves(loss, leaves)
     with torch.autograd.set_multithreading_enabled(False):  # a graph this small costs less than another thread
-        return torch.autograd.grad(loss, leaves, allow_unused=True)
+        return torch.autograd.grad(loss, leaves, _one(loss.dtype, loss.device), allow_unused=True)
+
+
+@functools.cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1, the cotangent of every loss: written once, not by a launch for each."""
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:

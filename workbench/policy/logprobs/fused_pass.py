@@ -77,9 +77,9 @@ class GradientPass:
     fallbacks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.outputs_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
-        self.used_FA = torch.zeros_like(self.outputs_FA)
-        self._zeros_A = self.outputs_FA.new_zeros(len(self.rows))
+        fields = len(self.fields)
+        zeros = self.hidden_AD.new_zeros(2 * fields + 1, len(self.rows), dtype=self.engine.head.wide)
+        self.outputs_FA, self.used_FA, self._zeros_A = zeros[:fields], zeros[fields:-1], zeros[-1]
         self._everything = slice(0, len(self.rows))
         support = self.rows.support
         self._empty_A = None if support is None else support.untruncated(self.places_A.device)
@@ -112,7 +112,7 @@ class GradientPass:
         loss, truth_FA = own if alone else self._loss(self._everything)
         if alone and not self._late and self._overflowed_A is None:
             return loss
-        return self._settle(loss, truth_FA, self._flags(truth_FA))
+        return self._settle(loss, truth_FA, self._flags(truth_FA, alone))
 
     # ---- forward and backward of a group -------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class GradientPass:
         rows, forwards = slice(group[0].start, group[-1].stop), self._kept(group)
         loss, truth_FA = self._loss(self._everything)
         self._use(truth_FA[:, rows], rows, alone)
-        flags = None if alone and self._overflowed_A is None else self._flags(truth_FA)
+        flags = None if alone and self._overflowed_A is None else self._flags(truth_FA, alone)
         self._back_parts(group, forwards)
         return loss if flags is None else self._settle(loss, truth_FA, flags)
 
@@ -287,22 +287,23 @@ class GradientPass:
 
     # ---- the whole row -------------------------------------------------------------------------------------------
 
-    def _flags(self, truth_FA: Tensor) -> HostCopy:
-        """[2, A] bool: rows whose coefficient differs from that of the whole row, and rows beyond the engine."""
-        beyond_A = self._overflowed_A
-        if beyond_A is None:
-            beyond_A = torch.zeros_like(self.places_A, dtype=torch.bool)
-        else:
-            for used_A, name in zip(self.used_FA, self.fields, strict=True):
-                if name not in SUPPORT_FIELDS:
-                    used_A.masked_fill_(beyond_A, 0)  # the engine gives these no gradient
-        return HostCopy(torch.stack([self._differs(truth_FA), beyond_A]))
+    def _flags(self, truth_FA: Tensor, alone: bool) -> HostCopy:
+        """[2, A] bool: rows whose coefficient differs from that of the whole row, and rows beyond the engine.
+
+        If all rows were one group (``alone``) only coefficients that are not finite differ.
+        """
+        wrong_A = self._on_any_rank((truth_FA != self.used_FA).any(0)) if alone else self._differs(truth_FA)
+        beyond_A = torch.zeros_like(wrong_A) if self._overflowed_A is None else self._overflowed_A
+        return HostCopy(torch.stack([wrong_A, beyond_A]))
 
     def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy) -> Tensor:
         """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
         engine = self.engine
         wrong_A, far_A = flags.wait()
         if beyond := int(far_A.sum()):
+            for used_A, name in zip(self.used_FA, self.fields, strict=True):
+                if name not in SUPPORT_FIELDS:
+                    used_A.masked_fill_(self._overflowed_A, 0)  # the engine gave these no gradient
             engine = self._recompute_exactly(self._overflowed_A)
             loss, truth_FA = self._loss(self._everything)
             wrong_A = self._differs(truth_FA).cpu()
@@ -331,7 +332,8 @@ class GradientPass:
 
     def _differs(self, truth_FA: Tensor) -> Tensor:
         """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
-        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= slack(truth_FA)).all(0))
+        allowed_FA = slack(finite_or_zero(truth_FA))  # an infinite one would allow every other any difference
+        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= allowed_FA).all(0))
 
     def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
         """Add the missing part to the gradients of some rows."""
@@ -364,10 +366,13 @@ class GradientPass:
     def _forward(self, part: slice, keep: Keep) -> _Forward:
         forward = self._run_engine(self.engine, part, keep)
         self._record(forward, part)
-        if forward.chunk.overflowed_C is not None:
+        if (beyond_C := forward.chunk.overflowed_C) is not None:
+            if part == self._everything:
+                self._overflowed_A = beyond_C
+                return forward
             if self._overflowed_A is None:
                 self._overflowed_A = torch.zeros_like(self.places_A, dtype=torch.bool)
-            self._overflowed_A[part] = forward.chunk.overflowed_C
+            self._overflowed_A[part] = beyond_C
         return forward
 
     def _run_engine(self, engine: Engine, some: slice | Tensor, keep: Keep) -> _Forward:

@@ -371,10 +371,11 @@ def queue_row_checks(
             fix="compare first, such as active_T = weights_T != 0",
         )
     computed_T = computed_rows(targets_T, active_T)
-    outside_T = computed_T & (targets_T >= head.vocabulary)
+    outside_T = targets_T >= head.vocabulary
+    if active_T is not None:
+        outside_T &= active_T
     bad_T = check_temperature(temperature, targets_T)
-    counts = [computed_T.sum(), outside_T.sum(), *([] if bad_T is None else [bad_T.sum()])]
-    counted = HostCopy(torch.stack(counts))
+    counted = HostCopy(torch.stack([computed_T, outside_T, *([] if bad_T is None else [bad_T])]).sum(1))
 
     def wait() -> int:
         rows, outside, *bad = counted.wait().tolist()

@@ -68,6 +68,24 @@ def test_a_nan_in_the_row_is_nan_in_the_gradient():
         assert not hidden[~case.active].any()
 
 
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_coefficient_that_is_not_finite_spoils_its_own_row_alone(value, chunk_tokens):
+    """It is the gradient of that row, and reaches the head; other rows keep theirs."""
+    case = Case()
+    rows = torch.nonzero(case.active)[:, 0]
+    bad, weights = int(rows[2]), torch.linspace(1, 2, T, dtype=case.hidden.dtype)
+    result = case.fused(lambda said, places: (weights[places] * said.logprobs_T).sum(), chunk_tokens=chunk_tokens)
+    (finite,) = torch.autograd.grad(result.loss, case.hidden)
+    weights[bad] = value
+    result = case.fused(lambda said, places: (weights[places] * said.logprobs_T).sum(), chunk_tokens=chunk_tokens)
+    hidden, weight = torch.autograd.grad(result.loss, (case.hidden, case.weight))
+    assert not hidden[bad].isfinite().any()
+    assert not weight.isfinite().all()
+    others = torch.arange(T) != bad
+    torch.testing.assert_close(hidden[others], finite[others], rtol=1e-12, atol=1e-12)
+
+
 CUTS = [
     {"chunk_tokens": chunk_tokens, "couples": couples, "keep_bytes": keep_bytes}
     for chunk_tokens, keep_bytes in ((1, 0), (4, 0), (4, 2**20), (100, 0))

@@ -108,8 +108,8 @@ class ExpEpilogueEngine:
             shifts_C = self._target_logits(hidden_CD, targets_C, temperature)
             exponents = keep != "no" and "mean_squared_logit" in outputs
             exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
-            totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, outputs, exponents)
-            out, overflowed_C = self._outputs(hidden_CD, temperature, totals_FC, shifts_C, outputs)
+            sums_FNC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, outputs, exponents)
+            out, overflowed_C, totals_FC = self._outputs(hidden_CD, temperature, sums_FNC, shifts_C, outputs)
             if "mean_logit" in outputs:
                 out = out._replace(mean_logit_T=self._mean_logits(hidden_CD, temperature))
         count_gemm(len(hidden_CD))
@@ -245,16 +245,18 @@ class ExpEpilogueEngine:
         requested: frozenset[str],
         exponents: bool,
     ) -> Tensor:
-        """S, and X and Q if requested, over all ranks; exponentials are written if a buffer is given."""
+        """S, and X and Q if requested, [F, N, C]: by tiles, or over all ranks of a split head (N is 1).
+
+        Exponentials are written if a buffer is given.
+        """
         head, tile, (rows, depth) = self.head, self._tile, hidden_CD.shape
         temperatures_C, one = self._temperatures(temperature)
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
         tiles, kinds = triton.cdiv(head.valid, tile.columns), 1 + entropy + squares
-        totals_FC = torch.empty(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
+        sums_FNC = torch.empty(kinds, max(1, tiles), rows, dtype=torch.float32, device=hidden_CD.device)
         if self._weight_tiles is None:
-            totals_FC.zero_()
+            sums_FNC.zero_()
         else:
-            sums_FNC = torch.empty(kinds, tiles, rows, dtype=torch.float32, device=hidden_CD.device)
             hidden_tiles = TensorDescriptor.from_tensor(hidden_CD, [tile.rows, tile.depth])
             out_tiles, store = hidden_tiles, exponentials_CV is not None
             if store:
@@ -290,32 +292,45 @@ class ExpEpilogueEngine:
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
-            kernels.add_tiles[(triton.cdiv(rows, 32), kinds)](sums_FNC, totals_FC, rows, tiles, ROWS=32, TILES=32)
-        return all_sum(totals_FC, head.axis) if head.axis is not None and head.is_split else totals_FC
+        if head.axis is None or not head.is_split:
+            return sums_FNC
+        totals_FC = sums_FNC.new_empty(kinds, rows)
+        kernels.add_tiles[(triton.cdiv(rows, 32), kinds)](
+            sums_FNC, totals_FC, rows, sums_FNC.shape[1], ROWS=32, TILES=32
+        )
+        return all_sum(totals_FC, head.axis)[:, None]
 
     def _outputs(
         self,
         hidden_CD: Tensor,
         temperature: float | Tensor,
-        totals_FC: Tensor,
+        sums_FNC: Tensor,
         shifts_C: Tensor,
         requested: frozenset[str],
-    ) -> tuple[TokenLogprobs, Tensor]:
-        """Head outputs from the sums; for overflowed rows from the logits, unless other ranks hold some of them."""
+    ) -> tuple[TokenLogprobs, Tensor, Tensor]:
+        """Head outputs from the sums, overflowed rows, and totals [F, C].
+
+        Outputs of overflowed rows are from the logits, unless other ranks hold some of them.
+        """
         head, (rows, depth) = self.head, hidden_CD.shape
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
         outputs = logprobs_C, entropy_C, logsumexp_C, squares_C = shifts_C.new_empty(4, rows).unbind()
         overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
-        kernels.write_outputs[(triton.cdiv(rows, 128),)](
+        kinds, tiles, _ = sums_FNC.shape
+        totals_FC = sums_FNC.new_empty(kinds, rows)
+        kernels.write_outputs[(triton.cdiv(rows, 32),)](
+            sums_FNC,
             totals_FC,
             shifts_C,
             *outputs,
             overflowed_C,
             rows,
+            tiles,
             float(head.vocabulary),
             ENTROPY=entropy,
             SQUARES=squares,
-            ROWS=128,
+            ROWS=32,
+            TILES=32,
         )
         if not head.is_split:
             temperatures_C, one = self._temperatures(temperature)
@@ -346,7 +361,7 @@ class ExpEpilogueEngine:
                 DEPTH=min(128, triton.next_power_of_2(depth)),
             )
         output = TokenLogprobs(logprobs_C, entropy_C if entropy else None, logsumexp_C, squares_C if squares else None)
-        return output, overflowed_C.view(torch.bool)
+        return output, overflowed_C.view(torch.bool), totals_FC
 
     def _gradient(self, chunk: Chunk, gradients: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of the logits up to a scale per row [C, V], hidden rows times their scales, and the scales."""

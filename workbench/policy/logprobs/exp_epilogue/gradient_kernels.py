@@ -90,16 +90,16 @@ def fold_target(
     scale = tl.where(lost | (slope == 0.0), 0.0, scale)
     place = exponentials + row * stride
     target = tl.load(targets + row) - first_token
+    here = (target >= 0) & (target < columns)
+    own = tl.load(place + target, mask=here, other=0.0).to(tl.float32)  # under way while the hidden row is scaled
+    _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK)
     if lost:
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             tl.store(place + column, tl.zeros((BLOCK,), place.dtype.element_ty), mask=column < columns)
     else:
-        here = (target >= 0) & (target < columns)
-        own = tl.load(place + target, mask=here, other=0.0).to(tl.float32)
         own += tl.where(slope == 0.0, 0.0, to_logprob / slope * total)
         tl.store(place + target, own.to(place.dtype.element_ty), mask=here)
-    _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK)
 
 
 @triton.jit(

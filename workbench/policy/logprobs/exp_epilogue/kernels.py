@@ -242,22 +242,30 @@ def exp_gemm(
             tl.store(place, squares, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Sum [F, N, C] -> [F, C] in a fixed order. Programs: blocks of rows x F."""
-    kind = tl.program_id(1)
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def _add_tiles(sums, totals, kind, places, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """One of F sums of [F, N, C] over the tiles, in a fixed order; stored in [F, C] and returned."""
     partial = tl.zeros((TILES, ROWS), tl.float32)
     for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & (places < rows)[None, :]
         place = sums + (kind * tiles + tile).to(tl.int64)[:, None] * rows + places[None, :]
         partial += tl.load(place, mask=inside, other=0.0)
-    tl.store(totals + kind * rows + places, tl.sum(partial, 0), mask=places < rows)
+    total = tl.sum(partial, 0)
+    tl.store(totals + kind * rows + places, total, mask=places < rows)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Sum [F, N, C] -> [F, C]. Programs: blocks of rows x F."""
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _add_tiles(sums, totals, tl.program_id(1), places, rows, tiles, ROWS, TILES)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def write_outputs(
+    sums,
     totals,
     shifts,
     logprobs,
@@ -266,15 +274,20 @@ def write_outputs(
     mean_squares,
     overflowed,
     rows,
+    tiles,
     vocabulary,
     ENTROPY: tl.constexpr,
     SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Head outputs from each row's sums over all ranks; zeros for overflowed rows, NaN for NaN."""
+    """Head outputs from each row's sums, [F, N, C], whose totals are stored; zeros if it overflowed, NaN for NaN.
+
+    Sums over all ranks are of one tile, and may be their own totals.
+    """
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = places < rows
-    total = tl.load(totals + places, mask=inside, other=1.0)
+    total = _add_tiles(sums, totals, 0, places, rows, tiles, ROWS, TILES)
     shift = tl.load(shifts + places, mask=inside, other=0.0)
     fine = total < tl.exp(_LIMIT)  # false for NaN too
     instead = tl.where(total == total, 0.0, total)
@@ -283,14 +296,11 @@ def write_outputs(
     # the target's exponential, by another order of sums than the shift, is 1 up to rounding
     tl.store(logprobs + places, tl.where(fine, tl.minimum(-log_total, 0.0), instead), mask=inside)
     tl.store(logsumexp + places, tl.where(fine, shift + log_total, instead), mask=inside)
-    row_of = totals + places
     if ENTROPY:
-        row_of += rows
-        mean = tl.load(row_of, mask=inside, other=0.0) * _NATS / total
+        mean = _add_tiles(sums, totals, 1, places, rows, tiles, ROWS, TILES) * _NATS / total
         tl.store(entropy + places, tl.where(fine, tl.maximum(log_total - mean, 0.0), instead), mask=inside)
     if SQUARES:
-        row_of += rows
-        squares = tl.load(row_of, mask=inside, other=0.0) * (_NATS * _NATS)
+        squares = _add_tiles(sums, totals, 1 + ENTROPY, places, rows, tiles, ROWS, TILES) * (_NATS * _NATS)
         tl.store(mean_squares + places, tl.where(fine, squares / vocabulary, instead), mask=inside)
 
 
