@@ -18,6 +18,7 @@ from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
 from experiments.growth import page as growth_page
+from experiments.head import drawn
 from experiments.mismatch_lab import page as lab_page
 from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
@@ -173,12 +174,15 @@ def drawn_heads() -> str:
     ]
     count = sum(bar["holds"] for bar in record["bars"].values())
     missed = [f"{name} {bar['median']:.3f}" for name, bar in record["bars"].items() if not bar["holds"]]
+    if record["seed"] in drawn.SEEN:
+        seen = "They are no longer unseen: tiles, chunks or launches were compared by hand at these sizes, too."
+    else:
+        seen = "Nothing was measured at these before."
     return _section(
         "The head at drawn sizes",
         f"One {record['device']}, {_versions(record)}, bfloat16, medians of {record['rounds']} rounds, in another run "
         "than the table above: our passes against cuBLAS's GEMMs, at the four sizes above and at three drawn from the "
-        f"seed {record['seed']}. They are no longer unseen: tiles and chunks were compared by hand at these sizes, too "
-        "(`--seed NUMBER` draws others). A sample takes a tenth of a second, after as long a time that is not counted, "
+        f"seed {record['seed']}. {seen} A sample takes a tenth of a second, after as long a time that is not counted, "
         "so that the GPU is at its power limit, as in training.",
         _table(
             [
@@ -199,7 +203,7 @@ def drawn_heads() -> str:
         f"{'; '.join(missed)}. The caller tells how many tokens are computed (`expected_rows`), as a trainer can; "
         "*counted*: the device counts them, and has nothing to do until the host has their number and has queued the "
         "first chunk. The launches of a loss take as long for a small head as for a large one.",
-        _source("head/drawn.json", None, "python -m experiments.head.drawn"),
+        _source("head/drawn.json", None, f"python -m experiments.head.drawn --seed {record['seed']}"),
     )
 
 

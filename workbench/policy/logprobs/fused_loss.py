@@ -151,7 +151,7 @@ def fused_loss(
         couples = "token" if document_ids_T is None else "document"
     labels = None
     if couples == "document" and document_ids_T is not None:
-        labels = HostCopy(document_ids_T), HostCopy(computed_rows(targets_T, active_T))
+        labels = HostCopy(document_ids_T, computed_rows(targets_T, active_T))
     counted = queue_row_checks(head, hidden, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     check_expected_rows("fused_loss", expected_rows, targets_T)
     if support is not None:
@@ -200,7 +200,7 @@ class _Call:
     loss_fn: RowLoss
     rows: Rows
     active_T: Tensor | None
-    labels: tuple[HostCopy, HostCopy] | None
+    labels: HostCopy | None
     expected_T: Tensor | None
     couples: Couples
     chunk_tokens: int | None
@@ -215,8 +215,8 @@ class _Call:
         rows, (hidden, weight, bias), tokens = self.rows, self.values, len(self.rows)
         units_A = None
         if self.labels is not None:
-            ids_T, computed_T = self.labels
-            units_A = ids_T.wait()[computed_T.wait()]
+            ids_T, computed_T = self.labels.wait()
+            units_A = ids_T[computed_T]
         # documents do not end where chunks of equal length do
         even = None if self.couples == "document" else count
         chunk_tokens = self.chunk_tokens or default_chunk(self.engine.head, even)
@@ -283,7 +283,7 @@ def _outputs(done: GradientPass) -> TokenLogprobs:
     """Head outputs of the computed rows."""
     support = done.rows.support
     whole_A = None if support is None else support.untruncated(done.places_A.device)
-    return full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))), whole_A)
+    return full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs, strict=True))), whole_A)
 
 
 def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
@@ -331,7 +331,7 @@ class _Stored(Function):
     ) -> Tensor:
         ctx.gradients, ctx.tokens = gradients, len(hidden_TD)
         ctx.dtypes = [None if value is None else value.dtype for value in (hidden_TD, weight_VD, bias_V)]
-        return loss.clone()
+        return loss
 
     @staticmethod
     @once_differentiable

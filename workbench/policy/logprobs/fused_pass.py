@@ -58,7 +58,8 @@ class GradientPass:
         expected_A, chunk_tokens, keep_bytes: see `fused_loss`.
         fields: requested fields of `TokenLogprobs`, the log-probability first.
         into: gradient accumulators, uninitialized; None: not required.
-        outputs_FA, used_FA: head outputs, and the coefficients used in backward.
+        outputs: [A] each, head outputs by field.
+        used_FA: the coefficients used in backward.
         fallbacks: reasons for more than three GEMMs.
     """
 
@@ -79,7 +80,8 @@ class GradientPass:
     def __post_init__(self) -> None:
         fields = len(self.fields)
         zeros = self.hidden_AD.new_zeros(2 * fields + 1, len(self.rows), dtype=self.engine.head.wide)
-        self.outputs_FA, self.used_FA, self._zeros_A = zeros[:fields], zeros[fields:-1], zeros[-1]
+        *self.outputs, self._zeros_A = zeros[fields:]
+        self.used_FA = zeros[:fields]
         self._everything = slice(0, len(self.rows))
         support = self.rows.support
         self._empty_A = None if support is None else support.untruncated(self.places_A.device)
@@ -112,7 +114,7 @@ class GradientPass:
         loss, truth_FA = own if alone else self._loss(self._everything)
         if alone and not self._late and self._overflowed_A is None:
             return loss
-        return self._settle(loss, truth_FA, self._flags(truth_FA, alone))
+        return self._settle(loss, truth_FA, self._flags(truth_FA, alone), alone)
 
     # ---- forward and backward of a group -------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class GradientPass:
         self._use(truth_FA[:, rows], rows, alone)
         flags = None if alone and self._overflowed_A is None else self._flags(truth_FA, alone)
         self._back_parts(group, forwards)
-        return loss if flags is None else self._settle(loss, truth_FA, flags)
+        return loss if flags is None else self._settle(loss, truth_FA, flags, alone)
 
     def _back(self, group: list[slice], alone: bool = False) -> tuple[Tensor, Tensor]:
         """Run one group forward and backward; return its loss and coefficients."""
@@ -182,12 +184,12 @@ class GradientPass:
         return loss, truth_FC
 
     def _use(self, truth_FC: Tensor, rows: slice, alone: bool) -> None:
-        """Choose the coefficients of rows; those of all rows at once (``alone``) are final.
+        """Choose the coefficients of rows; those of all rows at once (``alone``) are final but for overflowed rows.
 
         One that is not finite would spoil every gradient. If it is correct, settling adds it later.
         """
-        if alone and self._overflowed_A is None:
-            self.used_FA[:, rows] = truth_FC
+        if alone:
+            self.used_FA = truth_FC
         else:
             finite_or_zero(truth_FC, out=self.used_FA[:, rows])
 
@@ -274,7 +276,7 @@ class GradientPass:
 
     def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
         """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
-        assumed_FC = torch.zeros_like(self.outputs_FA[:, rows])
+        assumed_FC = torch.zeros_like(self.used_FA[:, rows])
         for name in ("logprobs_T", "support_logprobs_T"):
             if name in self.fields:
                 row_C = assumed_FC[self.fields.index(name)]
@@ -282,31 +284,39 @@ class GradientPass:
                     row_C.copy_(self.expected_A[rows])
                 row_C += by * (1 + torch.arange(len(row_C), device=row_C.device) % 3) / 8
         if known is not None:
-            slice_of(assumed_FC, rows, known).copy_(self.outputs_FA[:, known])
+            slice_of(assumed_FC, rows, known).copy_(torch.stack([output_A[known] for output_A in self.outputs]))
         return assumed_FC
 
     # ---- the whole row -------------------------------------------------------------------------------------------
 
     def _flags(self, truth_FA: Tensor, alone: bool) -> HostCopy:
-        """[2, A] bool: rows whose coefficient differs from that of the whole row, and rows beyond the engine.
+        """[A] bool each: rows whose coefficient differs from that of the whole row, and rows beyond the engine.
 
-        If all rows were one group (``alone``) only coefficients that are not finite differ.
+        If all rows were one group (``alone``) the first is left out, as none can; the second if the engine has no such.
         """
-        wrong_A = self._on_any_rank((truth_FA != self.used_FA).any(0)) if alone else self._differs(truth_FA)
-        beyond_A = torch.zeros_like(wrong_A) if self._overflowed_A is None else self._overflowed_A
-        return HostCopy(torch.stack([wrong_A, beyond_A]))
+        wrong = () if alone else (self._differs(truth_FA),)
+        return HostCopy(*wrong, *(() if self._overflowed_A is None else (self._overflowed_A,)))
 
-    def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy) -> Tensor:
+    def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy, alone: bool) -> Tensor:
         """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
-        engine = self.engine
-        wrong_A, far_A = flags.wait()
-        if beyond := int(far_A.sum()):
-            for used_A, name in zip(self.used_FA, self.fields, strict=True):
-                if name not in SUPPORT_FIELDS:
-                    used_A.masked_fill_(self._overflowed_A, 0)  # the engine gave these no gradient
+        engine, flagged = self.engine, flags.wait()
+        beyond = 0 if self._overflowed_A is None else int(flagged[-1].sum())
+        if beyond:
             engine = self._recompute_exactly(self._overflowed_A)
             loss, truth_FA = self._loss(self._everything)
+            spoilt = alone and bool(self._on_any_rank(~self.used_FA.isfinite()).any())
+            if spoilt:
+                self.used_FA = finite_or_zero(truth_FA)
+            for used_A, name in zip(self.used_FA, self.fields, strict=True):
+                if name not in SUPPORT_FIELDS:
+                    used_A.masked_fill_(self._overflowed_A, 0)  # the engine gives these no gradient
+            if spoilt:
+                self._back_again()
             wrong_A = self._differs(truth_FA).cpu()
+        elif alone:
+            return loss
+        else:
+            wrong_A = flagged[0]
         wrong = int(wrong_A.sum())
         if not wrong:
             return loss
@@ -329,6 +339,13 @@ class GradientPass:
             )
         self._correct(engine, torch.nonzero(wrong_A)[:, 0].to(self.places_A.device), truth_FA - self.used_FA)
         return loss
+
+    def _back_again(self) -> None:
+        """Run all rows that the engine can represent backward once more: a row beyond it made a coefficient NaN."""
+        self.fallbacks.append("all tokens went back again: coefficients were not finite before those beyond the engine")
+        for number, part in enumerate(plan_chunks(len(self.rows), self.chunk_tokens)):
+            forward = self._run_engine(self.engine, part, "scratch")
+            self._back_chunk(forward, self.used_FA[:, part], part, self._sums, first=not number)
 
     def _differs(self, truth_FA: Tensor) -> Tensor:
         """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
@@ -388,10 +405,13 @@ class GradientPass:
                 support_logprobs_T=forward.support.logprobs_C, support_entropy_T=forward.support.entropy_C
             )
         values = [getattr(output, name) for name in self.fields]
-        if isinstance(some, slice):  # one launch for all fields
-            torch._foreach_copy_(list(self.outputs_FA[:, some].unbind()), values)
+        if isinstance(some, slice) and some == self._everything:
+            self.outputs = values
+        elif isinstance(some, slice):  # one launch for all fields
+            torch._foreach_copy_([output_A[some] for output_A in self.outputs], values)
         else:
-            self.outputs_FA[:, some] = torch.stack(values)
+            for output_A, value_C in zip(self.outputs, values, strict=True):
+                output_A[some] = value_C
 
     def _back_chunk(
         self,
@@ -413,8 +433,8 @@ class GradientPass:
 
     def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
-        outputs_FC = self.outputs_FA[:, rows] if outputs_FC is None else outputs_FC
-        leaves = [output_C.detach().requires_grad_() for output_C in outputs_FC]
+        outputs = [output_A[rows] for output_A in self.outputs] if outputs_FC is None else outputs_FC
+        leaves = [output_C.detach().requires_grad_() for output_C in outputs]
         shown, places, empty = leaves, self.places_A[rows], None if self._empty_A is None else self._empty_A[rows]
         with torch.enable_grad():
             if rows == self._everything and self.ascending_A is not None:

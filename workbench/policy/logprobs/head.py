@@ -248,8 +248,8 @@ def check_expected_rows(what: str, expected_rows: int | None, targets_T: Tensor)
         )
 
 
-def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
-    """Mask of the tokens whose temperature is not positive and finite, [T] bool on its device; None for one number.
+def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> None:
+    """Check a number, or the shape of one value per token, without waiting for its device.
 
     Raises:   ShapeError: a number that is not positive and finite, not one value per target, or requires_grad.
     """
@@ -258,7 +258,7 @@ def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor 
             raise ShapeError(
                 f"token_logprobs: temperature = {temperature}", rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX
             )
-        return None
+        return
     check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
     if temperature.requires_grad:
         raise ShapeError(
@@ -267,7 +267,6 @@ def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor 
             rule="a temperature is given, not trained: no implementation has a gradient for it",
             fix="pass temperature_T.detach()",
         )
-    return ~((temperature > 0) & torch.isfinite(temperature))
 
 
 @overload
@@ -280,10 +279,10 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
     Shapes:   [T] -> [T, 1].
     Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
     """
-    bad_T = check_temperature(temperature, targets_T)
-    if bad_T is None or not isinstance(temperature, Tensor):
+    check_temperature(temperature, targets_T)
+    if not isinstance(temperature, Tensor):
         return temperature
-    if at := torch.nonzero(bad_T)[:5, 0].tolist():
+    if at := torch.nonzero(~((temperature > 0) & torch.isfinite(temperature)))[:5, 0].tolist():
         found = f"{temperature[at].tolist()} at {at}"
         raise ShapeError("token_logprobs: temperature_T", found=found, rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX)
     return temperature.to(dtype)[:, None]
@@ -370,25 +369,25 @@ def queue_row_checks(
             rule="bool: which rows are computed",
             fix="compare first, such as active_T = weights_T != 0",
         )
-    computed_T = computed_rows(targets_T, active_T)
-    outside_T = targets_T >= head.vocabulary
-    if active_T is not None:
-        outside_T &= active_T
-    bad_T = check_temperature(temperature, targets_T)
-    counted = HostCopy(torch.stack([computed_T, outside_T, *([] if bad_T is None else [bad_T])]).sum(1))
+    check_temperature(temperature, targets_T)
+    # copied, not counted on the device: a copy takes less of its time than the launches of a count
+    given = [targets_T, *([] if active_T is None else [active_T])]
+    copy = HostCopy(*given, *([temperature] if isinstance(temperature, Tensor) else []))
 
     def wait() -> int:
-        rows, outside, *bad = counted.wait().tolist()
-        if any(bad):
-            logit_divisor(temperature, targets_T, head.wide)
-        if outside:
+        targets, *others = copy.wait()
+        computed = computed_rows(targets, None if active_T is None else others[0])
+        if isinstance(temperature, Tensor):
+            logit_divisor(others[-1], targets, head.wide)
+        outside = torch.nonzero(computed & (targets >= head.vocabulary))[:5, 0]
+        if len(outside):
             raise ShapeError(
                 "token_logprobs: targets",
-                found=f"ids {targets_T[outside_T][:5].tolist()} at {torch.nonzero(outside_T)[:5, 0].tolist()}",
+                found=f"ids {targets[outside].tolist()} at {outside.tolist()}",
                 rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
                 fix="replace ids that are not trained by -100, or leave their rows out of active_T",
             )
-        return rows
+        return int(computed.sum())
 
     return wait
 

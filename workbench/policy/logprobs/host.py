@@ -7,20 +7,26 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor to the host that may be under way.
+    """A copy of tensors of one device to the host that may be under way.
 
     Between its making and `wait` the host queues more work, so that the device has some when the values arrive. A
     tensor of the host is not copied.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, *values: Tensor) -> None:
         self._values, self._copied = values, None
-        if values.is_cuda:
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+        on_device = [one for one in values if one.is_cuda]
+        if on_device:
+            self._values = tuple(
+                torch.empty_like(one, device="cpu", pin_memory=True).copy_(one, non_blocking=True)
+                if one.is_cuda
+                else one
+                for one in values
+            )
             self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(values.device))
+            self._copied.record(torch.cuda.current_stream(on_device[0].device))
 
-    def wait(self) -> Tensor:
+    def wait(self) -> tuple[Tensor, ...]:
         """Wait until the device has done all that was queued before the copy; return the values."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -246,7 +246,7 @@ def exp_gemm(
 def _add_tiles(sums, totals, kind, places, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
     """One of F sums of [F, N, C] over the tiles, in a fixed order; stored in [F, C] and returned."""
     partial = tl.zeros((TILES, ROWS), tl.float32)
-    for start in range(0, tiles, TILES):
+    for start in tl.range(0, tiles, TILES, loop_unroll_factor=4):  # four loads under way
         tile = start + tl.arange(0, TILES)
         inside = (tile < tiles)[:, None] & (places < rows)[None, :]
         place = sums + (kind * tiles + tile).to(tl.int64)[:, None] * rows + places[None, :]
