@@ -174,10 +174,11 @@ def drawn_heads() -> str:
     ]
     count = sum(bar["holds"] for bar in record["bars"].values())
     missed = [f"{name} {bar['median']:.3f}" for name, bar in record["bars"].items() if not bar["holds"]]
-    if record["seed"] in drawn.SEEN:
-        seen = "They are no longer unseen: tiles, chunks or launches were compared by hand at these sizes, too."
-    else:
-        seen = "Nothing was measured at these before."
+    seen = {
+        "before": "They were no longer unseen: kernels had been compared by hand at these sizes, too.",
+        "after": "Nothing was measured at these before; kernels have been compared there by hand since.",
+        None: "Nothing was measured at these before.",
+    }[drawn.SEEN.get(record["seed"])]
     return _section(
         "The head at drawn sizes",
         f"One {record['device']}, {_versions(record)}, bfloat16, medians of {record['rounds']} rounds, in another run "

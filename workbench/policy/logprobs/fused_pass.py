@@ -293,8 +293,12 @@ class GradientPass:
         """[A] bool each: rows whose coefficient differs from that of the whole row, and rows beyond the engine.
 
         If all rows were one group (``alone``) the first is left out, as none can; the second if the engine has no such.
+        Coefficients of a loss of tokens are equal in any chunk, bit for bit: rounding is allowed for if some are not.
         """
-        wrong = () if alone else (self._differs(truth_FA),)
+        wrong: tuple[Tensor, ...] = ()
+        if not alone:
+            exact = self.couples == "token"
+            wrong = (self._on_any_rank((truth_FA != self.used_FA).any(0)) if exact else self._differs(truth_FA),)
         return HostCopy(*wrong, *(() if self._overflowed_A is None else (self._overflowed_A,)))
 
     def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy, alone: bool) -> Tensor:
@@ -317,6 +321,8 @@ class GradientPass:
             return loss
         else:
             wrong_A = flagged[0]
+            if self.couples == "token" and bool(wrong_A.any()):
+                wrong_A = self._differs(truth_FA).cpu()
         wrong = int(wrong_A.sum())
         if not wrong:
             return loss

@@ -86,6 +86,19 @@ def test_a_row_coupled_loss_takes_four_if_declared_and_is_correct_otherwise():
     assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).gemms == 3.0
 
 
+@pytest.mark.parametrize(("by", "again"), [(1e-15, False), (1e-9, True)])
+def test_coefficients_of_tokens_may_differ_by_rounding(by, again):
+    """Those of a chunk and those of the whole row, which are the last chunk's; tokens without one are equal."""
+    case = Case()
+    rows = int(case.active.sum())
+
+    def loss(said, places):
+        return case.ppo(said, places) * (1 + by * (len(places) == rows))
+
+    result = case.assert_right(loss, chunk_tokens=rows - 1, couples="token")
+    assert result.gemms > 5 if again else result.gemms == 3.0
+
+
 def test_only_coupled_rows_are_recomputed():
     case = Case()
     few = torch.nonzero(case.active)[[3, -2], 0]
