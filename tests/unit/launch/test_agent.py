@@ -16,7 +16,6 @@ import pytest
 
 from tests.helpers import warm, watched_worker
 from workbench.errors import LaunchError
-from workbench.launch import agent as agents
 from workbench.launch import processes
 from workbench.launch.failure_analysis import record_end
 from workbench.records.directory import RunDirectory
@@ -66,26 +65,26 @@ def test_it_leaves_when_its_parent_was_killed(on_sigterm):
             process.kill()
 
 
-def test_events_of_a_rendezvous_have_the_names_that_torch_gives_them(monkeypatch):
+EVENTS = """
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from workbench.launch.agent import _name_events_by_frames
+def record():
+    return dynamic_rendezvous.get_method_name()
+def next_rendezvous():
+    return record(), dynamic_rendezvous.get_method_name(1)
+of_torch = dynamic_rendezvous.get_method_name
+print(*next_rendezvous())
+_name_events_by_frames()
+print(*next_rendezvous())
+print(dynamic_rendezvous.get_method_name is not of_torch)
+"""
+
+
+def test_events_of_a_rendezvous_have_the_names_that_torch_gives_them():
     """The agent replaces torch's function, which reads the source of every frame."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)  # put back
-
-    class Handler:
-        def record(self):
-            return dynamic_rendezvous.get_method_name()
-
-        def next_rendezvous(self):
-            return self.record()
-
-    names, of_torch = [], dynamic_rendezvous.get_method_name
-    for prepare in (lambda: None, agents._name_events_by_frames):
-        prepare()
-        names.append((Handler().next_rendezvous(), dynamic_rendezvous.get_method_name(1)))
-    assert dynamic_rendezvous.get_method_name is not of_torch
-    assert names[0] == names[1]
-    assert names[0][0] == "next_rendezvous"
+    environment = os.environ | {"PYTHONPATH": str(project_root())}
+    done = subprocess.run([warm.python(), "-c", EVENTS], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["next_rendezvous next_rendezvous"] * 2 + ["True"]
 
 
 @contextlib.contextmanager
