@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers import pretended_rank
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
-from workbench.sharding import flight
 from workbench.specs.run import RunSpec
-from workbench.train.watched import enable_diagnostics
 
 
 @contextlib.contextmanager
@@ -41,10 +39,11 @@ def pretended_ranks(
     environment = os.environ | {"PYTHONPATH": str(project_root())}
     ranks = []
     for rank, plan in enumerate(plans):
+        program = [pretended_rank.__name__, str(run.path), str(rank), str(len(plans))]
         command = (
             [sys.executable, "-c", "import time; time.sleep(300)"]
             if plan == "-"
-            else [sys.executable, "-m", __name__, str(run.path), str(rank), *plan.split()]
+            else [sys.executable, "-m", *program, *plan.split()]
         )
         ranks.append(subprocess.Popen(command, env=environment))
     try:
@@ -57,52 +56,3 @@ def pretended_ranks(
         for process in ranks:
             process.kill()
             process.wait()
-
-
-def main() -> None:
-    """Be one of them."""
-    run, rank = RunDirectory.open(Path(sys.argv[1])), int(sys.argv[2])
-    enable_diagnostics(run, rank)
-    everybody = range(run.spec.layout.world_size)
-    for word in sys.argv[3:]:
-        if word == "end":
-            run.write_exit(rank, {}, None)
-            flight.stop()
-        if word in ("end", "gone"):
-            (run.path / f"ready{rank}").touch()
-            os._exit(0)
-        if word == "raise":
-            run.write_exit(rank, {}, ValueError("enough"))
-            (run.path / f"ready{rank}").touch()
-            os._exit(1)
-        if word == "says":
-            write_exit(run.path / f"ready{rank}")
-        elif word == "deaf":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        elif word.startswith("|"):
-            (run.path / f"ready{rank}").touch()
-            if word == "|go":
-                while not (run.path / "go").exists():
-                    time.sleep(0.02)
-            else:
-                time.sleep(float(word[1:]))
-        else:
-            with flight.entering(word.removeprefix("("), "cp", everybody, "g", (2,), "float32"):
-                if word.startswith("("):
-                    stay(run.path / f"ready{rank}")
-    stay(run.path / f"ready{rank}")
-
-
-def stay(ready: Path) -> None:
-    """Hang."""
-    ready.touch()
-    time.sleep(300)
-
-
-def write_exit(ready: Path) -> None:
-    """Stand where a rank that failed stands: in a frame of this name."""
-    stay(ready)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,9 @@ A job of several nodes has an agent on each; how they meet is in `workbench.laun
 
 The ranks get WB_AGENT_PID, and end with the process that started them. The run directories that they execute one after
 another are the arguments of their module up to its first option; each is watched in turn.
+
+Works around: torch's rendezvous looks for the source of every frame of the stack, twice for each of some ten events, to
+name events that are not recorded, half of the agent's own CPU time (torch 2.11).
 """
 
 from __future__ import annotations
@@ -110,6 +113,7 @@ def _run_ranks(arguments: Sequence[str]) -> None:
     from workbench.launch import nodes, requeue
     from workbench.launch.runs_watcher import RunsWatcher
 
+    _name_events_by_frames()
     os.environ |= {"WB_AGENT_PID": str(os.getpid()), **nodes.own_gpus(arguments)}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(requeue.shutdown_timeout_s()))
     run_dirs = run_dirs_of(arguments)
@@ -127,6 +131,18 @@ def _run_ranks(arguments: Sequence[str]) -> None:
         if watcher is not None:
             watcher.end(exit_codes)
         requeue.request(run_dirs)
+
+
+def _name_events_by_frames() -> None:
+    """Let the rendezvous of torch look at frames alone for the name of the function that reports an event."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = _method_name
+
+
+def _method_name(depth: int = 2) -> str:
+    """As torch's `get_method_name`: the function that called the caller, or one further out."""
+    return sys._getframe(depth).f_code.co_name
 
 
 if __name__ == "__main__":

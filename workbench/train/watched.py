@@ -20,9 +20,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
+
+if TYPE_CHECKING:
+    from workbench.records.directory import RunDirectory
 
 AGENT_PID = "WB_AGENT_PID"
 """Environment variable with the pid of the agent, with which ranks exit; 0 or unset: ranks outlive it."""

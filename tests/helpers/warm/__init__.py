@@ -32,6 +32,7 @@ LIBRARIES = (
     "ipywidgets",
     "IPython.core.completer",
     "matplotlib.figure",
+    "tabulate",  # torch._dynamo imports it at the end of every program
 )
 """What kernels, launchers and ranks load. Without ipykernel.kernelapp, which reads the environment then
 (JPY_PARENT_PID)."""

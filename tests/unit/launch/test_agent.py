@@ -65,6 +65,28 @@ def test_it_leaves_when_its_parent_was_killed(on_sigterm):
             process.kill()
 
 
+EVENTS = """
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from workbench.launch.agent import _name_events_by_frames
+def record():
+    return dynamic_rendezvous.get_method_name()
+def next_rendezvous():
+    return record(), dynamic_rendezvous.get_method_name(1)
+of_torch = dynamic_rendezvous.get_method_name
+print(*next_rendezvous())
+_name_events_by_frames()
+print(*next_rendezvous())
+print(dynamic_rendezvous.get_method_name is not of_torch)
+"""
+
+
+def test_events_of_a_rendezvous_have_the_names_that_torch_gives_them():
+    """The agent replaces torch's function, which reads the source of every frame."""
+    environment = os.environ | {"PYTHONPATH": str(project_root())}
+    done = subprocess.run([warm.python(), "-c", EVENTS], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["next_rendezvous next_rendezvous"] * 2 + ["True"]
+
+
 @contextlib.contextmanager
 def job(folder, *faults, hang_s=2.0, server=None, **settings):
     """A run of two ranks of the watched worker under a real agent, forked unless another server is named."""

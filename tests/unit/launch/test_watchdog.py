@@ -47,10 +47,10 @@ def test_a_skipped_collective_ends_the_job_and_names_the_rank(tmp_path):
     failure = run.failure()
     assert (failure["rank"], failure["cause"], failure["coordinates"]) == (1, "hang", {"dp": 0, "cp": 1, "tp": 0})
     message = failure["message"]
-    assert message.startswith("rank 1 has not come to b over cp [#11, helpers/pretended_ranks.py:")
+    assert message.startswith("rank 1 has not come to b over cp [#11, helpers/pretended_rank.py:")
     assert "in which rank 0 has waited for" in message
     assert "it skipped that b of 2 float32 and went on to c of 2 float32" in message
-    assert "found: it was at tests/helpers/pretended_ranks.py:" in message
+    assert "found: it was at tests/helpers/pretended_rank.py:" in message
     assert " in stay; its stack is stored with this message" in message
     assert failure["waited_in"].startswith("c over cp [#11, ")
     stack = failure["stack"]
@@ -78,8 +78,8 @@ def test_a_rank_that_ended_early_is_named_over_its_own_report(tmp_path):
         dog.stop()
     failure = run.failure()
     assert (failure["rank"], failure["cause"], failure["stack"]) == (1, "hang", "")
-    assert failure["message"].startswith("rank 1 left with exit code 0 after a over cp [#1, helpers/pretended_ranks")
-    assert "while rank 0 waited for it in b over cp [#2, helpers/pretended_ranks.py:" in failure["message"]
+    assert failure["message"].startswith("rank 1 left with exit code 0 after a over cp [#1, helpers/pretended_rank")
+    assert "while rank 0 waited for it in b over cp [#2, helpers/pretended_rank.py:" in failure["message"]
     assert "it has done its part and ended" in failure["message"]
 
 
@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_named_as_such_and_the_agents_kill_is_not_blamed(tmp_p
     failure = run.failure()
     assert (failure["rank"], failure["cause"]) == (1, "hang")
     assert failure["message"].startswith("rank 1 was stopped: its process was in state T of /proc")
-    assert "rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:" in failure["message"]
+    assert "rank 1 has not come to b over cp [#2, helpers/pretended_rank.py:" in failure["message"]
 
 
 def test_a_stopped_rank_that_is_waited_for_too_long_is_ended_and_named_as_such(tmp_path, monkeypatch):
@@ -139,8 +139,8 @@ def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
         wait_until(lambda: waiting(run))
         [named] = waiting(run)
         assert (named["rank"], named["kind"], named["waiting"]) == (1, "behind", [0])
-        assert named["message"].startswith("rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:")
-        assert "; it is at tests/helpers/pretended_ranks.py:" in named["message"]
+        assert named["message"].startswith("rank 1 has not come to b over cp [#2, helpers/pretended_rank.py:")
+        assert "; it is at tests/helpers/pretended_rank.py:" in named["message"]
         assert named["at"].endswith(" in main")
         assert " in main\n" in named["stack"]
         (run.path / "go").touch()
