@@ -25,7 +25,7 @@ from workbench.records.provenance import project_root, provenance
 
 DRAWN = 3
 SEEN = {23: "before", 1128: "after", 1129: "after"}
-"""Seeds at whose sizes tiles, chunks or launches were compared, before or after their record: they prove nothing more."""
+"""Seeds at whose sizes kernels were compared, before or after their record: they prove nothing more."""
 TOKENS, DIMENSIONS, VOCABULARIES = (8192, 65536), (1024, 8192), (32000, 262144)
 """Smallest and largest: micro-batches of A to D; Qwen3-0.6B and Llama-3-70B; Llama 2 and Gemma 3."""
 BARS = {

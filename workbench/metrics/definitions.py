@@ -123,7 +123,7 @@ class DocumentMetric:
     level: Level = "full"
     extremes: tuple[Column, ...] = ()
 
-    @property
+    @functools.cached_property
     def needs(self) -> tuple[str, ...]:
         """The policies whose log-probabilities it needs."""
         return tuple(dict.fromkeys(name for column in (*self.columns, *self.extremes) for name in column.needs))
@@ -274,7 +274,8 @@ _BASIC_KL = {
 }
 
 
-def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None = None) -> tuple[AnyMetric, ...]:
+@functools.lru_cache(maxsize=16)  # every row of every step asks for those of one loss
+def declared(clipping_terms: tuple[str, ...] = ("policy",), clip: ClipRule | None = None) -> tuple[AnyMetric, ...]:
     """Return the canonical metrics of a loss, some of whose terms report the tokens they clip.
 
     ``clip`` is its clip, if a surrogate of whole documents needs document metrics for it; None: of tokens.

@@ -10,7 +10,7 @@ Letters: T packed tokens | N documents of the step | K parts that add | M parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ def policy_metrics(
     if level == "none":
         return {}
     clip = clip_rule(loss_spec)
-    chosen = declared([name for name, term in terms.items() if term.clipped_T is not None], clip)
+    chosen = declared(tuple(name for name, term in terms.items() if term.clipped_T is not None), clip)
     return measure(
         (metric for metric in chosen if LEVELS.index(metric.level) <= LEVELS.index(level)),
         Quantities(inputs, terms, loss_mask_T, clip=clip, slots=slots),
@@ -121,9 +121,13 @@ def _power(q: Quantities, column: Column, power: Power) -> Tensor:
 
 
 def _of_documents(metric: DocumentMetric, q: Quantities) -> Value:
+    reducer = OfDocuments(metric.read, len(metric.columns), _known(q.slots).number, len(metric.extremes))
     columns, extremes = ([_known(q.column(each)) for each in of] for of in (metric.columns, metric.extremes))
-    reducer = OfDocuments(metric.read, len(columns), _known(q.slots).number, len(extremes))
-    return reducer.table(columns, q.population_of(metric.needs), _known(q.step_documents_T), extremes)
+    table = q.once(  # statistics of one quantity read one table
+        ("table", metric.columns, metric.extremes),
+        lambda: reducer.table(columns, q.population_of(metric.needs), _known(q.step_documents_T), extremes),
+    )
+    return replace(table, reducer=reducer)
 
 
 def _is_known(metric: AnyMetric, q: Quantities) -> bool:
@@ -203,7 +207,7 @@ class Quantities:
     ) -> None:
         self.inputs, self.terms, self.mask_T = inputs, terms, loss_mask_T
         self.clip, self.slots = clip, slots
-        self._cache: dict[Any, Tensor | None] = {}
+        self._cache: dict[Any, Any] = {}
 
     @cached_property
     def one_T(self) -> Tensor:
@@ -226,26 +230,26 @@ class Quantities:
     def logprob(self, policy: str) -> Tensor | None:
         """[T] float64 log-probabilities of one policy, or None."""
         values_T = getattr(self.inputs, f"{policy}_logprobs_T")
-        return None if values_T is None else self._once(policy, lambda: values_T.detach().double())
+        return None if values_T is None else self.once(policy, lambda: values_T.detach().double())
 
     def log_ratio(self, above: str, below: str) -> Tensor | None:
         """[T] log(above / below), arbitrary where one of them is not finite; or None."""
         first_T, second_T = self.logprob(above), self.logprob(below)
         if first_T is None or second_T is None:
             return None
-        return self._once((above, below), lambda: first_T - second_T)
+        return self.once((above, below), lambda: first_T - second_T)
 
     def ratio(self, above: str, below: str) -> Tensor | None:
         """[T] above / below, arbitrary where one of them is not finite; or None."""
         log_T = self.log_ratio(above, below)
-        return None if log_T is None else self._once(("ratio", above, below), log_T.exp)
+        return None if log_T is None else self.once(("ratio", above, below), log_T.exp)
 
     def finite(self, policies: tuple[str, ...]) -> Tensor:
         """[T] bool: these policies' log-probabilities are all finite."""
         first, *others = policies
         if not others:
             return self._finite[first]
-        return self._once(("finite", *sorted(policies)), lambda: self.finite(tuple(others)) & self._finite[first])
+        return self.once(("finite", *sorted(policies)), lambda: self.finite(tuple(others)) & self._finite[first])
 
     @cached_property
     def _finite(self) -> dict[str, Tensor]:
@@ -262,16 +266,16 @@ class Quantities:
         needed = tuple(sorted(set(needs)))
         if not needed:
             return self.mask_T
-        return self._once(("population", *needed), lambda: self.mask_T & self.finite(needed))
+        return self.once(("population", *needed), lambda: self.mask_T & self.finite(needed))
 
     def weights(self, name: str) -> Tensor | None:
         """[T] token weights: 1, or 1 / the trained tokens of the token's document or segment; or None."""
         if name == "token":
             return self.one_T
-        lengths_T = self._once(("lengths", name), lambda: self._lengths(name))
+        lengths_T = self.once(("lengths", name), lambda: self._lengths(name))
         if lengths_T is None:
             return None
-        return self._once(("weights", name), lambda: lengths_T.double().clamp_min(1).reciprocal())
+        return self.once(("weights", name), lambda: lengths_T.double().clamp_min(1).reciprocal())
 
     def _lengths(self, name: str) -> Tensor | None:
         """[T] trained tokens of the token's document or segment: from the inputs, or counted if the row is whole."""
@@ -290,9 +294,10 @@ class Quantities:
 
     def column(self, column: Column) -> Tensor | None:
         """[T] float64, computed at most once."""
-        return self._once(column, lambda: column.of(self))
+        return self.once(column, lambda: column.of(self))
 
-    def _once(self, key: Any, compute: Any) -> Any:
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """A value of a key, computed at most once."""
         if key not in self._cache:
             self._cache[key] = compute()
         return self._cache[key]

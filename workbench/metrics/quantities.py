@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class DocumentSlots(NamedTuple):
 class Column:
     """A per-token quantity."""
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """The policies whose log-probabilities it uses: where one of them is not finite it does not exist.
 
@@ -227,7 +228,7 @@ class JensenShannon(Column):
 class SampledEntropy(Column):
     """An estimate of the policy's entropy from sampled tokens: -(policy / sampler) log policy."""
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """See `Column.needs`."""
         return "policy", "sampler"
@@ -291,7 +292,7 @@ class Clip(Column):
     region: Region
     anchor: PolicyName = "old"
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """See `Column.needs`."""
         return "policy", self.anchor

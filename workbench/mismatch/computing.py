@@ -37,7 +37,8 @@ LOGITS = 2**25
 """Logits that exist at a time."""
 KEPT_MODELS, KEPT_PARTS, KEPT_STATES, KEPT_BYTES = 4, 2, 48, 2**28
 """Models, openings, and hidden states and their bytes that are kept, the last ones used: openings of two readings of
-the tokens, as a search compares two at a time."""
+the tokens, as a search compares two at a time; of small models as many as have these bytes, for it goes through a dozen
+again and again."""
 
 
 class Computation:
@@ -130,6 +131,10 @@ class Computation:
         """A model of the caller's own: a copy of the one that is kept, where the current weights are asked for."""
         return copy.deepcopy(self.base) if name == CURRENT else self._read(name)
 
+    def _masters(self, name: str) -> Any:
+        """A model in float32 to read from."""
+        return self.base if name == CURRENT else self._read(name)
+
     def _read(self, name: str) -> Any:
         source = self._sources[name]
         if isinstance(source, nn.Module):
@@ -151,7 +156,7 @@ class Computation:
             add_updates(use_gemms(model, configuration.gemms))
             install_router(model, configuration.router)
             self._models[key] = model.to(self.device)
-            while len(self._models) > KEPT_MODELS:
+            while len(self._models) > KEPT_MODELS and sum(map(_bytes_of, self._models.values())) > KEPT_BYTES:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)
         return self._models[key]
@@ -295,7 +300,7 @@ class Computation:
             name = configuration.head_dtype
             dtype = DTYPES[name.removesuffix("_softmax").removesuffix("_masters")]
             source = self.model(configuration)
-            masters = self._load(configuration.weights) if name == "float32_masters" else source
+            masters = self._masters(configuration.weights) if name == "float32_masters" else source
             arguments = head_of(masters)
             bias_V = None if arguments["bias_V"] is None else arguments["bias_V"].to(self.device, dtype)
             self._heads[key] = (source, arguments["weight_VD"].detach().to(self.device, dtype), bias_V)
@@ -383,3 +388,7 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([n])
     return groups
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(values.numel() * values.element_size() for values in model.parameters())

@@ -12,8 +12,9 @@ from tests.oracles import metrics as oracle
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.policy import policy_metrics
-from workbench.metrics.quantities import DocumentSlots
+from workbench.metrics.definitions import DocumentMetric
+from workbench.metrics.policy import Quantities, measure, policy_metrics
+from workbench.metrics.quantities import Advantage, DocumentSlots, LogRatio
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis, make_mesh
 from workbench.specs.losses import LossSpec
@@ -195,6 +196,32 @@ def test_a_surrogate_of_documents_is_clipped_by_documents():
     assert metrics["clip/region/fraction"] == pytest.approx(outside / total)
     assert metrics["clip/sign_aware/fraction"] == pytest.approx(cut / total)
     assert 0 < cut < outside
+
+
+def test_metrics_of_one_quantity_share_a_table_and_others_do_not():
+    documents = nasty_documents(5, infinite=False)
+    inputs, mask = inputs_of(documents)
+    slots = DocumentSlots(0, len(documents))
+    read = {
+        "sum": ((LogRatio("policy", "old"),), (), lambda tokens_N, sum_N: float(sum_N.sum())),
+        "tokens": ((LogRatio("policy", "old"),), (), lambda tokens_N, sum_N: float(tokens_N.sum())),
+        "largest": ((LogRatio("policy", "old"),), (Advantage(),), lambda tokens_N, sum_N, most_N: float(most_N.max())),
+        "other": ((Advantage(),), (), lambda tokens_N, sum_N: float(sum_N.sum())),
+    }
+    metrics = [DocumentMetric(key, "", "1", of, reads, extremes=most) for key, (of, most, reads) in read.items()]
+    values = measure(metrics, Quantities(inputs, {}, mask, slots=slots))
+    assert values["sum"].sums is values["tokens"].sums
+    assert len({id(value.sums) for value in values.values()}) == 3
+    advantages = inputs.advantages_T[mask]
+    log_ratios = (inputs.policy_logprobs_T - inputs.old_logprobs_T)[mask]
+    assert {key: value.finish() for key, value in values.items()} == pytest.approx(
+        {
+            "sum": float(log_ratios.sum()),
+            "tokens": int(mask.sum()),
+            "largest": float(advantages.max()),
+            "other": float(advantages.sum()),
+        }
+    )
 
 
 def on_ranks(documents):

@@ -3,7 +3,8 @@ import torch
 
 from tests.helpers.gaps import computation, recorded, records
 from workbench.errors import SpecError
-from workbench.mismatch.computing import TOKENS, batches
+from workbench.mismatch import computing
+from workbench.mismatch.computing import KEPT_MODELS, TOKENS, batches
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.factors import Switch
 from workbench.policy.decoder import load_decoder
@@ -114,6 +115,20 @@ def test_openings_are_those_of_the_documents_and_their_passes_are_kept():
 def test_no_configuration_changes_the_weights_that_are_kept():
     own = computation()
     own.column(Configuration(precision="bfloat16"))
+    own.column(Configuration(precision="bfloat16", head="float32_masters"))
     for name, weight in load_decoder("tiny-qwen3").state_dict().items():
         assert torch.equal(own.base.state_dict()[name], weight)
         assert own.base.state_dict()[name].dtype == weight.dtype
+
+
+@pytest.mark.parametrize(("kept_bytes", "kept"), [(2**28, 6), (0, KEPT_MODELS)])
+def test_small_models_are_kept_and_of_large_ones_the_last(kept_bytes, kept, monkeypatch):
+    monkeypatch.setattr(computing, "KEPT_BYTES", kept_bytes)
+    own = computation()
+    precisions = ("float32", "bfloat16", "float16", "float64")
+    asked = [Configuration(precision=precision) for precision in precisions]
+    asked += [Configuration(precision=precision, attention="eager") for precision in precisions[:2]]
+    models = [own.model(one) for one in asked]
+    assert len(own._models) == kept
+    assert len({id(model) for model in models}) == len(asked)
+    assert [own.model(one) for one in asked[-kept:]] == models[-kept:]
