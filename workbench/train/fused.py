@@ -25,8 +25,9 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.document_sums import DocumentSums
 from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.coefficients import RowLoss
+from workbench.policy.logprobs.engine import Couples
 from workbench.policy.logprobs.fused_loss import FusedLoss, fused_loss
-from workbench.policy.logprobs.fused_pass import Couples, RowLoss
 from workbench.policy.model import CHUNKED, Policy
 from workbench.reduction.evaluate import Evaluated
 from workbench.sharding.collectives import all_sum

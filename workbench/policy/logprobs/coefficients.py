@@ -18,6 +18,8 @@ from torch import Tensor
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import triton_unsupported_reason
 from workbench.policy.logprobs.head import TokenLogprobs
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis
 
 RowLoss = Callable[[TokenLogprobs, Tensor], Tensor]
 """Head outputs of some rows, and their indices in the row of T -> their part of the loss, 0-dimensional."""
@@ -53,6 +55,11 @@ def common_factor(truth_FC: Tensor, trial_FC: Tensor) -> Tensor:
     truth_FC, wide_FC = truth_FC.double(), trial_FC.double()
     scale = (truth_FC * wide_FC).sum() / wide_FC.square().sum()
     return torch.where(scale.isfinite(), scale, 0.0).to(trial_FC.dtype).reshape(1)
+
+
+def on_any_rank(flags: Tensor, axis: Axis | None) -> Tensor:
+    """Combine flags over tp ranks by or, because they decide about collectives."""
+    return flags if axis is None else all_sum(flags.int(), axis) > 0
 
 
 def gradients_of(loss: Any, leaves: Sequence[Tensor], *, check: bool) -> tuple[Tensor | None, ...]:

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from workbench.errors import SpecError
 from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.coefficients import scale_
+from workbench.policy.logprobs.coefficients import RowLoss, scale_
 from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import (
     Accumulators,
@@ -48,7 +48,7 @@ from workbench.policy.logprobs.engine import (
     default_chunk,
     plan_rows,
 )
-from workbench.policy.logprobs.fused_pass import GradientPass, RowLoss
+from workbench.policy.logprobs.fused_pass import GradientPass
 from workbench.policy.logprobs.head import (
     Head,
     TokenLogprobs,
@@ -60,7 +60,8 @@ from workbench.policy.logprobs.head import (
     upcast,
 )
 from workbench.policy.logprobs.host import HostCopy
-from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support, full_where_empty
+from workbench.policy.logprobs.row_outputs import RowOutputs
+from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
@@ -235,26 +236,24 @@ class _Call:
             if torch.is_grad_enabled()
         ]
         into = None if all(gradient is None for gradient in sums) else Accumulators(*sums)
-        gradient_pass = GradientPass(
-            self.engine,
+        outputs = RowOutputs(
             self.loss_fn,
-            hidden.contiguous(),
-            rows,
+            self.fields,
             places_A,
             None if plan.order_A is None else torch.argsort(places_A),
             None if self.expected_T is None else self.expected_T[places_A],
-            self.couples,
-            chunk_tokens,
-            self.keep_bytes,
-            self.fields,
-            into,
+            None if rows.support is None else rows.support.untruncated(hidden.device),
+            self.engine.head.wide,
+        )
+        gradient_pass = GradientPass(
+            self.engine, outputs, hidden.contiguous(), rows, self.couples, chunk_tokens, self.keep_bytes, into
         )
         axis = self.engine.head.axis
         with torch.no_grad(), count_gemms(this_thread=True) as gemms:
             loss = gradient_pass.run(plan.groups)
             if into is not None and into.hidden_TD is not None and axis is not None:
                 into.hidden_TD = all_sum(into.hidden_TD, axis)
-            head_output = _outputs(gradient_pass)
+            head_output = outputs.head_output()
             if not all_in_order:
                 head_output = head_output.map(lambda x_A: x_A.new_zeros(tokens).index_copy_(0, places_A, x_A))
         if into is not None:
@@ -277,13 +276,6 @@ def _fields(requested: Iterable[str], support: TruncatedSupport | None) -> tuple
     if support is not None:
         names += ["support_logprobs", "support_entropy"] if "entropy" in names else ["support_logprobs"]
     return tuple(f"{name}_T" for name in names)
-
-
-def _outputs(done: GradientPass) -> TokenLogprobs:
-    """Head outputs of the computed rows."""
-    support = done.rows.support
-    whole_A = None if support is None else support.untruncated(done.places_A.device)
-    return full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs, strict=True))), whole_A)
 
 
 def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:

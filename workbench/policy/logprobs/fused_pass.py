@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,26 +25,21 @@ from torch import Tensor
 from workbench.policy.logprobs import truncated_support
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.coefficients import (
-    RowLoss,
     add_scaled_,
-    are_near,
     common_factor,
     finite_or_zero,
-    gradients_of,
+    on_any_rank,
     scale_,
     slack,
-    slice_of,
 )
 from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Couples, Engine, Keep, RowGradients, plan_chunks
-from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs
+from workbench.policy.logprobs.head import OUTPUTS
 from workbench.policy.logprobs.host import HostCopy
-from workbench.policy.logprobs.truncated_support import SUPPORT_FIELDS, SupportChunk, full_where_empty
-from workbench.sharding.collectives import all_max, all_sum
-
-Rest = Literal["nothing", "data", "factor", "more"]
-"""Effect of the rest of a document on the coefficients of a chunk: none; by its presence but not its log-probabilities
-(its data count); one common factor; more than that."""
+from workbench.policy.logprobs.row_outputs import RowOutputs
+from workbench.policy.logprobs.trial import Trials
+from workbench.policy.logprobs.truncated_support import SUPPORT_FIELDS, SupportChunk
+from workbench.sharding.collectives import all_max
 
 
 @dataclass
@@ -52,47 +47,34 @@ class GradientPass:
     """One pass and its state.
 
     Attributes:
-        hidden_AD, rows: inputs of the rows in the order of the plan.
-        places_A: their indices in the row of T.
-        ascending_A: permutation to the order of the row; None: in order.
-        expected_A, chunk_tokens, keep_bytes: see `fused_loss`.
-        fields: requested fields of `TokenLogprobs`, the log-probability first.
+        outputs: head outputs of the rows, and their loss.
+        hidden_AD, rows: inputs of the rows, in the order of the plan.
+        chunk_tokens, keep_bytes: see `fused_loss`.
         into: gradient accumulators, uninitialized; None: not required.
-        outputs: [A] each, head outputs by field.
-        used_FA: the coefficients used in backward.
         fallbacks: reasons for more than three GEMMs.
     """
 
     engine: Engine
-    loss_fn: RowLoss
+    outputs: RowOutputs
     hidden_AD: Tensor
     rows: Rows
-    places_A: Tensor
-    ascending_A: Tensor | None
-    expected_A: Tensor | None
     couples: Couples
     chunk_tokens: int
     keep_bytes: int
-    fields: tuple[str, ...]
     into: Accumulators | None
     fallbacks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        fields = len(self.fields)
-        zeros = self.hidden_AD.new_zeros(2 * fields + 1, len(self.rows), dtype=self.engine.head.wide)
-        *self.outputs, self._zeros_A = zeros[fields:]
-        self.used_FA = zeros[:fields]
-        self._everything = slice(0, len(self.rows))
-        support = self.rows.support
-        self._empty_A = None if support is None else support.untruncated(self.places_A.device)
-        self._used_fields: set[str] = set()
+        self._everything = self.outputs.everything
+        self._trials = Trials(self.outputs, self.engine.head.axis)
         self._overflowed_A: Tensor | None = None
         self._late: list[slice] = []
-        self._rest: Rest | None = None
-        self._first_trial_FC: Tensor | None = None
-        self._free_FA: Tensor | None = None
+        self._begun = False
 
-        self._begun = self._is_pure = False
+    @cached_property
+    def _used_FA(self) -> Tensor:
+        """The coefficients used in backward."""
+        return self.hidden_AD.new_zeros(len(self.outputs.fields), len(self.rows), dtype=self.outputs.dtype)
 
     def run(self, groups: list[list[slice]]) -> Tensor:
         """Run forward, and backward if gradients are required; return the loss of all rows, without a graph."""
@@ -100,10 +82,10 @@ class GradientPass:
             for part in itertools.chain(*groups):
                 self._forward(part, "no")
             self._recompute_exactly(self._overflowed_A)
-            return self._loss(self._everything)[0]
+            return self.outputs.loss(self._everything)[0]
         if not groups:
             self.into.clear_head_()
-            return self._loss(self._everything)[0]
+            return self.outputs.loss(self._everything)[0]
         *earlier, last = groups
         alone = not earlier
         for group in earlier:
@@ -111,10 +93,11 @@ class GradientPass:
         if self._is_kept(last):
             return self._back_last(last, alone)
         own = self._back(last, alone)
-        loss, truth_FA = own if alone else self._loss(self._everything)
-        if alone and not self._late and self._overflowed_A is None:
+        loss, truth_FA = own if alone else self.outputs.loss(self._everything)
+        final = alone and not self._late
+        if final and self._overflowed_A is None:
             return loss
-        return self._settle(loss, truth_FA, self._flags(truth_FA, alone), alone)
+        return self._settle(loss, truth_FA, self._flags(truth_FA, final), final)
 
     # ---- forward and backward of a group -------------------------------------------------------------------------
 
@@ -132,7 +115,7 @@ class GradientPass:
         rows to correct while the device has this group's backward to do.
         """
         rows, forwards = slice(group[0].start, group[-1].stop), self._kept(group)
-        loss, truth_FA = self._loss(self._everything)
+        loss, truth_FA = self.outputs.loss(self._everything)
         self._use(truth_FA[:, rows], rows, alone)
         flags = None if alone and self._overflowed_A is None else self._flags(truth_FA, alone)
         self._back_parts(group, forwards)
@@ -150,7 +133,7 @@ class GradientPass:
             self.fallbacks.append(f"all {size}: the loss couples the whole row")
             return self._back_at_once(group, rows, alone)
         first = self._forward(group[0], "scratch")
-        rest = self._rest_effect(rows, group[0])
+        rest = self._trials.rest_effect(rows, group[0])
         if rest == "more":
             for part in group[1:]:
                 self._forward(part, "no")
@@ -163,7 +146,7 @@ class GradientPass:
             return self._back_late(group, rows, first)
         for part in group:
             self._back_at_once([part], part, False, [first if part is group[0] else self._forward(part, "scratch")])
-        return self._loss(rows)
+        return self.outputs.loss(rows)
 
     def _may_keep(self, rows: int) -> bool:
         """True if this many rows fit the budget on every tp rank."""
@@ -178,7 +161,7 @@ class GradientPass:
         self, group: list[slice], rows: slice, alone: bool, forwards: list[_Forward] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Backward of rows whose outputs are all known; chunks that were not saved go forward again."""
-        loss, truth_FC = self._loss(rows)
+        loss, truth_FC = self.outputs.loss(rows)
         self._use(truth_FC, rows, alone)
         self._back_parts(group, forwards)
         return loss, truth_FC
@@ -189,15 +172,15 @@ class GradientPass:
         One that is not finite would spoil every gradient. If it is correct, settling adds it later.
         """
         if alone:
-            self.used_FA = truth_FC
+            self._used_FA = truth_FC
         else:
-            finite_or_zero(truth_FC, out=self.used_FA[:, rows])
+            finite_or_zero(truth_FC, out=self._used_FA[:, rows])
 
     def _back_parts(self, group: list[slice], forwards: list[_Forward] | None) -> None:
-        """Backward of chunks with their coefficients in `used_FA`."""
+        """Backward of chunks with their coefficients in `_used_FA`."""
         for number, part in enumerate(group):
             forward = self._forward(part, "scratch") if forwards is None else forwards[number]
-            self._back_chunk(forward, self.used_FA[:, part], part, self._sums, first=not self._begun)
+            self._back_chunk(forward, self._used_FA[:, part], part, self._sums, first=not self._begun)
             self._begun = True
 
     def _back_late(self, group: list[slice], rows: slice, first: _Forward) -> tuple[Tensor, Tensor]:
@@ -208,13 +191,12 @@ class GradientPass:
         self._begun = True
         for part in group:
             forward = first if part is group[0] else self._forward(part, "scratch")
-            trial_FC, self._first_trial_FC = self._first_trial_FC, None
-            trial_FC = self._trial(rows, part) if trial_FC is None else trial_FC
+            trial_FC = self._trials.take(rows, part)
             self._back_chunk(forward, trial_FC, part, into, first=part is group[0])
-            self.used_FA[:, part] = trial_FC
-        loss, truth_FC = self._loss(rows)
-        scale = common_factor(truth_FC, self.used_FA[:, rows])
-        self.used_FA[:, rows] *= scale
+            self._used_FA[:, part] = trial_FC
+        loss, truth_FC = self.outputs.loss(rows)
+        scale = common_factor(truth_FC, self._used_FA[:, rows])
+        self._used_FA[:, rows] *= scale
         if into.hidden_TD is not None:
             scale_(into.hidden_TD[rows], scale)
         for partial, sums in ((into.weight_VD, total.weight_VD), (into.bias_V, total.bias_V)):
@@ -224,100 +206,38 @@ class GradientPass:
                 add_scaled_(sums, partial, scale)
         return loss, truth_FC
 
-    def _rest_effect(self, rows: slice, part: slice) -> Rest:
-        """Effect of a document's other rows on the coefficients of one of its chunks.
-
-        Measured by shifting the other rows' log-probabilities down and up. Determined once per call, from the first
-        document that is longer than a chunk and has nonzero coefficients; synchronizes with the device.
-        """
-        if self._rest is None:
-            own_FC = self._loss(part)[1]
-            down_FC, up_FC = (
-                slice_of(self._loss(rows, self._assumed(rows, part, by))[1], rows, part) for by in (-1, 1)
-            )
-            gone = (down_FC == 0).all()
-            flags = torch.stack(
-                [
-                    torch.stack([own_FC, down_FC, up_FC]).any(),
-                    ~are_near(own_FC, down_FC),
-                    ~are_near(down_FC, up_FC) | gone,
-                    ~are_near(up_FC, common_factor(up_FC, down_FC) * down_FC) & ~gone,
-                ]
-            )
-            if self.expected_A is not None:  # queued before the synchronization: it is probably needed next
-                self._first_trial_FC = self._trial(rows, part)
-            nonzero, seen, moved, more = self._on_any_rank(flags).tolist()
-            if not nonzero:  # a document without advantages; or, without expectations of the rest, a clip
-                self._first_trial_FC = None
-                return "factor" if self.expected_A is None else "nothing"
-            self._rest = "more" if moved and more else "factor" if moved else "data" if seen else "nothing"
-            if self._rest != "factor":
-                self._first_trial_FC = None
-        return self._rest
-
-    def _trial(self, rows: slice, part: slice) -> Tensor:
-        """Trial coefficients of a chunk while the rest of its document is not known; [F, C].
-
-        With expectations: the coefficients under these, but 0 where the chunk shows that a row is clipped. Without:
-        the coefficients of the chunk alone, normalized to be comparable between chunks. The document's factor may have
-        any value, including 0 (a clip): only the shape matters.
-        """
-        if self._rest == "data":
-            return finite_or_zero(slice_of(self._loss(rows, self._assumed(rows, part))[1], rows, part))
-        if self.expected_A is None:
-            own_FC = self._loss(part)[1]
-            pivot, even_FC = own_FC.take(own_FC.abs().argmax()), torch.zeros_like(own_FC)
-            even_FC[0] = 1
-            return finite_or_zero(torch.where(pivot == 0, even_FC, own_FC / pivot))
-        if self._free_FA is None:
-            self._free_FA = self._loss(self._everything, self._assumed(self._everything))[1]
-        open_FC = slice_of(self._loss(rows, self._assumed(rows, part))[1], rows, part) != 0
-        return finite_or_zero(torch.where(open_FC | ~open_FC.any(), self._free_FA[:, part], 0.0))
-
-    def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
-        """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
-        assumed_FC = torch.zeros_like(self.used_FA[:, rows])
-        for name in ("logprobs_T", "support_logprobs_T"):
-            if name in self.fields:
-                row_C = assumed_FC[self.fields.index(name)]
-                if self.expected_A is not None:
-                    row_C.copy_(self.expected_A[rows])
-                row_C += by * (1 + torch.arange(len(row_C), device=row_C.device) % 3) / 8
-        if known is not None:
-            slice_of(assumed_FC, rows, known).copy_(torch.stack([output_A[known] for output_A in self.outputs]))
-        return assumed_FC
-
     # ---- the whole row -------------------------------------------------------------------------------------------
 
-    def _flags(self, truth_FA: Tensor, alone: bool) -> HostCopy:
+    def _flags(self, truth_FA: Tensor, final: bool) -> HostCopy:
         """[A] bool each: rows whose coefficient differs from that of the whole row, and rows beyond the engine.
 
-        If all rows were one group (``alone``) the first is left out, as none can; the second if the engine has no such.
-        Coefficients of a loss of tokens are equal in any chunk, bit for bit: rounding is allowed for if some are not.
+        The first is left out if the coefficients are those of the whole row (``final``), the second if the engine has
+        no such rows. Coefficients of a loss of tokens are equal in any chunk, bit for bit: rounding is allowed for if
+        some are not.
         """
         wrong: tuple[Tensor, ...] = ()
-        if not alone:
+        if not final:
             exact = self.couples == "token"
-            wrong = (self._on_any_rank((truth_FA != self.used_FA).any(0)) if exact else self._differs(truth_FA),)
+            wrong = (self._on_any_rank((truth_FA != self._used_FA).any(0)) if exact else self._differs(truth_FA),)
         return HostCopy(*wrong, *(() if self._overflowed_A is None else (self._overflowed_A,)))
 
-    def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy, alone: bool) -> Tensor:
+    def _settle(self, loss: Tensor, truth_FA: Tensor, flags: HostCopy, final: bool) -> Tensor:
         """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
         engine, flagged = self.engine, flags.wait()
         beyond = 0 if self._overflowed_A is None else int(flagged[-1].sum())
         if beyond:
             engine = self._recompute_exactly(self._overflowed_A)
-            loss, truth_FA = self._loss(self._everything)
-            spoilt = alone and bool(self._on_any_rank(~self.used_FA.isfinite()).any())
+            loss, truth_FA = self.outputs.loss(self._everything)
+            spoilt = final and bool(self._on_any_rank(~self._used_FA.isfinite()).any())
             if spoilt:
-                self.used_FA = finite_or_zero(truth_FA)
-            for used_A, name in zip(self.used_FA, self.fields, strict=True):
+                self._used_FA = finite_or_zero(truth_FA)
+            for used_A, name in zip(self._used_FA, self.outputs.fields, strict=True):
                 if name not in SUPPORT_FIELDS:
                     used_A.masked_fill_(self._overflowed_A, 0)  # the engine gives these no gradient
             if spoilt:
                 self._back_again()
             wrong_A = self._differs(truth_FA).cpu()
-        elif alone:
+        elif final:
             return loss
         else:
             wrong_A = flagged[0]
@@ -343,7 +263,7 @@ class GradientPass:
                 f"{wrong - late} tokens were recomputed: the loss looks across {across}, and their "
                 "coefficients in the whole row differ from those in their chunk"
             )
-        self._correct(engine, torch.nonzero(wrong_A)[:, 0].to(self.places_A.device), truth_FA - self.used_FA)
+        self._correct(engine, torch.nonzero(wrong_A)[:, 0].to(self.outputs.places_A.device), truth_FA - self._used_FA)
         return loss
 
     def _back_again(self) -> None:
@@ -351,12 +271,12 @@ class GradientPass:
         self.fallbacks.append("all tokens went back again: coefficients were not finite before those beyond the engine")
         for number, part in enumerate(plan_chunks(len(self.rows), self.chunk_tokens)):
             forward = self._run_engine(self.engine, part, "scratch")
-            self._back_chunk(forward, self.used_FA[:, part], part, self._sums, first=not number)
+            self._back_chunk(forward, self._used_FA[:, part], part, self._sums, first=not number)
 
     def _differs(self, truth_FA: Tensor) -> Tensor:
         """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
         allowed_FA = slack(finite_or_zero(truth_FA))  # an infinite one would allow every other any difference
-        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= allowed_FA).all(0))
+        return self._on_any_rank(~((truth_FA - self._used_FA).abs() <= allowed_FA).all(0))
 
     def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
         """Add the missing part to the gradients of some rows."""
@@ -380,11 +300,9 @@ class GradientPass:
         return engine
 
     def _on_any_rank(self, flags: Tensor) -> Tensor:
-        """Combine flags over tp ranks by or, because they decide about collectives."""
-        axis = self.engine.head.axis
-        return flags if axis is None else all_sum(flags.int(), axis) > 0
+        return on_any_rank(flags, self.engine.head.axis)
 
-    # ---- the engine and the loss ---------------------------------------------------------------------------------
+    # ---- the engine --------------------------------------------------------------------------------------------------
 
     def _forward(self, part: slice, keep: Keep) -> _Forward:
         forward = self._run_engine(self.engine, part, keep)
@@ -394,13 +312,13 @@ class GradientPass:
                 self._overflowed_A = beyond_C
                 return forward
             if self._overflowed_A is None:
-                self._overflowed_A = torch.zeros_like(self.places_A, dtype=torch.bool)
+                self._overflowed_A = torch.zeros_like(self.outputs.places_A, dtype=torch.bool)
             self._overflowed_A[part] = beyond_C
         return forward
 
     def _run_engine(self, engine: Engine, some: slice | Tensor, keep: Keep) -> _Forward:
         these, hidden_CD = self.rows.at(some), self.hidden_AD[some]
-        requested = frozenset(name for name in OUTPUTS if f"{name}_T" in self.fields)
+        requested = frozenset(name for name in OUTPUTS if f"{name}_T" in self.outputs.fields)
         chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, outputs=requested, keep=keep)
         return _Forward(chunk, these.kept_forward(engine.head, hidden_CD))
 
@@ -410,14 +328,7 @@ class GradientPass:
             output = output._replace(
                 support_logprobs_T=forward.support.logprobs_C, support_entropy_T=forward.support.entropy_C
             )
-        values = [getattr(output, name) for name in self.fields]
-        if isinstance(some, slice) and some == self._everything:
-            self.outputs = values
-        elif isinstance(some, slice):  # one launch for all fields
-            torch._foreach_copy_([output_A[some] for output_A in self.outputs], values)
-        else:
-            for output_A, value_C in zip(self.outputs, values, strict=True):
-                output_A[some] = value_C
+        self.outputs.record(output, some)
 
     def _back_chunk(
         self,
@@ -430,30 +341,13 @@ class GradientPass:
         engine: Engine | None = None,
     ) -> None:
         """Run a chunk backward through the head with its coefficients, for the fields that the loss has used."""
-        by_field = {name: g_C for name, g_C in zip(self.fields, gradient_FC, strict=True) if name in self._used_fields}
+        fields, used = self.outputs.fields, self.outputs.used_fields
+        by_field = {name: g_C for name, g_C in zip(fields, gradient_FC, strict=True) if name in used}
         logprobs_C, entropy_C = (by_field.pop(name, None) for name in SUPPORT_FIELDS)
         engine = engine or self.engine
         engine.backward(forward.chunk, RowGradients(**by_field), into, part, first=first)
         if forward.support is not None:
             truncated_support.backward(engine.head, forward.support, logprobs_C, entropy_C, into, part)
-
-    def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
-        outputs = [output_A[rows] for output_A in self.outputs] if outputs_FC is None else outputs_FC
-        leaves = [output_C.detach().requires_grad_() for output_C in outputs]
-        shown, places, empty = leaves, self.places_A[rows], None if self._empty_A is None else self._empty_A[rows]
-        with torch.enable_grad():
-            if rows == self._everything and self.ascending_A is not None:
-                order = self.ascending_A
-                shown, places = [leaf.index_select(0, order) for leaf in leaves], places[order]
-                empty = None if empty is None else empty[order]
-            head_output = TokenLogprobs(**dict(zip(self.fields, shown, strict=True)))
-            loss = self.loss_fn(full_where_empty(head_output, empty), places)
-        gradients = gradients_of(loss, leaves, check=not self._is_pure)
-        self._is_pure |= loss.requires_grad
-        self._used_fields |= {name for name, g_C in zip(self.fields, gradients, strict=True) if g_C is not None}
-        unused_C = self._zeros_A[: len(places)]
-        return loss.detach(), torch.stack([unused_C if g_C is None else g_C for g_C in gradients])
 
     @property
     def _sums(self) -> Accumulators:

@@ -48,6 +48,18 @@ def test_gradients_are_those_of_autograd_for_every_cut(name, seed):
                 case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=expected, **call)
 
 
+@pytest.mark.parametrize("name", TOKEN + DOCUMENT + MIXED + ROW)
+def test_one_document_that_is_longer_than_a_chunk_and_has_more_than_one_factor(name):
+    """The only one: nothing comes before it, and it is settled as others are."""
+    case = Case()
+    for expected in (None, case.old):
+        for chunk_tokens in (5, 14):
+            label = torch.zeros(T, dtype=torch.int64)
+            case.assert_right(
+                getattr(case, name), document_ids_T=label, chunk_tokens=chunk_tokens, expected_logprobs_T=expected
+            )
+
+
 def test_a_nan_in_a_chunk_is_harmless_if_the_row_is_finite():
     case = Case()
 
