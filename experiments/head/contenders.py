@@ -110,7 +110,7 @@ def one_gemm(work: Workload) -> Pass:
 def ours_fused(
     loss: str, accumulate: str = "weight", implementation: str = "auto", *, counted: bool = False
 ) -> Callable[[Workload], Pass]:
-    """`fused_loss`: the gradient in the forward pass; ``counted``: the device counts the rows, and the host waits."""
+    """`fused_loss`: the gradient in the forward pass; ``counted``: the host waits for a copy of the targets first."""
 
     def make(work: Workload) -> Pass:
         part, rows = part_of(work, loss), None if counted else work.size.tokens
@@ -351,7 +351,11 @@ BOTH = (
     Contender("three products", "floor", three_gemms, "nothing but the GEMMs", "all tokens", loss=None),
     Contender("fused_loss", "ours", ours_fused("token"), "weight gradient in the weight's precision", "chunk"),
     Contender(
-        "fused_loss, counted", "ours", ours_fused("token", counted=True), "the device counts the tokens first", "chunk"
+        "fused_loss, counted",
+        "ours",
+        ours_fused("token", counted=True),
+        "the host counts the tokens first",
+        "chunk",
     ),
     Contender("fused_loss float32", "ours", ours_fused("token", "float32"), "weight gradient in float32", "chunk"),
     Contender("fused_loss GSPO", "ours", ours_fused("gspo"), "documents of 1 024 tokens", "chunk", "gspo"),
@@ -412,7 +416,7 @@ FORWARD = (
         "token_logprobs, counted",
         "ours",
         ours_forward(counted=True),
-        "the device counts the tokens first",
+        "the host counts the tokens first",
         "chunk",
         loss=None,
     ),

@@ -36,7 +36,7 @@ BARS = {
 """Contender -> size -> largest time in the GEMMs of its floor; "": every other size. Callers know how many tokens are
 computed, as a trainer does."""
 COUNTED = ("fused_loss, counted", "token_logprobs, counted")
-"""The same where the device counts them and the host waits for that, recorded beside them."""
+"""The same where the host waits for a copy of the targets to count them, recorded beside them."""
 
 
 def drawn_sizes(seed: int, count: int = DRAWN) -> list[Size]:

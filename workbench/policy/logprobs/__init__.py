@@ -81,8 +81,9 @@ def token_logprobs(
         support: each token's truncated support in the sampler; None: not truncated.
         outputs: any of entropy, logsumexp, mean_squared_logit, mean_logit. With ``support``, entropy is also that of
             the support. Triton has no mean_logit of logits with a soft cap.
-        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for the
-            device to count them. Only speed depends on it: a wrong number costs a second pass; for chunked and triton.
+        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for a
+            copy of the targets to count them. Only speed depends on it: a wrong number costs a second pass; for chunked
+            and triton.
         fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.

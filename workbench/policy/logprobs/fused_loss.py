@@ -120,9 +120,9 @@ def fused_loss(
             label need not be contiguous.
         expected_logprobs_T: estimates of the log-probabilities, such as the old policy's. Only speed depends on them:
             the trial of a document longer than a chunk uses them for the tokens that are not known yet.
-        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for the
-            device to count them. Only speed depends on it: a wrong number costs a second pass. The host needs labels
-            of documents anyway, and waits for them.
+        expected_rows: number of tokens that are computed, if the caller knows it: the host then does not wait for a
+            copy of the targets to count them. Only speed depends on it: a wrong number costs a second pass. The host
+            needs labels of documents anyway, and waits for them.
         couples: rows that the gradient of a token depends on: "token" only its own, "document" those of its document,
             "row" all. "auto": document if ids are given, else token. A wrong value costs GEMMs, nothing else.
         accumulate: dtype in which chunks accumulate the gradient of the head: float32 (float64 for float64), or

@@ -244,7 +244,7 @@ def check_expected_rows(what: str, expected_rows: int | None, targets_T: Tensor)
             f"{what}: expected_rows = {expected_rows}",
             found=f"{len(targets_T)} tokens",
             rule="the number of tokens that are computed",
-            fix="count active targets on the host, or leave it out: then the device counts them",
+            fix="count active targets on the host, or leave it out: then a copy of the targets is counted",
         )
 
 
