@@ -202,8 +202,8 @@ def drawn_heads() -> str:
         ),
         f"{count} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). Missed: "
         f"{'; '.join(missed)}. The caller tells how many tokens are computed (`expected_rows`), as a trainer can; "
-        "*counted*: the host counts them in a copy, and the device has nothing to do until that and the first chunk are "
-        "queued. The launches of a loss take as long for a small head as for a large one.",
+        "*counted*: the host counts them in a copy, and the device has nothing to do until that and the first chunk "
+        "are queued. The launches of a loss take as long for a small head as for a large one.",
         _source("head/drawn.json", None, f"python -m experiments.head.drawn --seed {record['seed']}"),
     )
 
