@@ -42,8 +42,8 @@ def finite_or_zero(values_FC: Tensor, *, out: Tensor | None = None) -> Tensor:
 def slack(values_FC: Tensor) -> Tensor:
     """Tolerance between two evaluations of the same coefficients.
 
-    Typical is the geometric mean of those that are not 0, and at most the mean: a few huge coefficients, of tokens whose
-    probability is nearly 1 and which move no weight, would otherwise allow all others any difference.
+    Typical is the geometric mean of those that are not 0, and at most the mean: a few huge coefficients, of tokens
+    whose probability is nearly 1 and which move no weight, would otherwise allow all others any difference.
     """
     size_FC = values_FC.abs()
     nonzero_FC = size_FC.masked_fill(size_FC == 0, torch.nan)
