@@ -26,7 +26,7 @@ RowLoss = Callable[[TokenLogprobs, Tensor], Tensor]
 
 ROUNDING = 512
 """Tolerance in units in the last place between two evaluations of one coefficient, relative to the coefficient plus the
-mean of all: sums over other rows are added in another order."""
+typical one: sums over other rows are added in another order."""
 
 
 def slice_of(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
@@ -40,9 +40,16 @@ def finite_or_zero(values_FC: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def slack(values_FC: Tensor) -> Tensor:
-    """Tolerance between two evaluations of the same coefficients."""
+    """Tolerance between two evaluations of the same coefficients.
+
+    Typical is the geometric mean of those that are not 0, and at most the mean: a few huge coefficients, of tokens
+    whose probability is nearly 1 and which move no weight, would otherwise allow all others any difference.
+    """
     size_FC = values_FC.abs()
-    return ROUNDING * torch.finfo(values_FC.dtype).eps * (size_FC + size_FC.mean(-1, keepdim=True))
+    nonzero_FC = size_FC.masked_fill(size_FC == 0, torch.nan)
+    geometric_F1 = nonzero_FC.log().nanmean(-1, keepdim=True).exp().nan_to_num(0.0)
+    typical_F1 = torch.minimum(geometric_F1, size_FC.mean(-1, keepdim=True))
+    return ROUNDING * torch.finfo(values_FC.dtype).eps * (size_FC + typical_F1)
 
 
 def are_near(one_FC: Tensor, other_FC: Tensor) -> Tensor:

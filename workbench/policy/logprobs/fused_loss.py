@@ -137,6 +137,7 @@ def fused_loss(
               SpecError: an unknown setting, a loss_fn that is not pure, a second backward.
     Source:   gradient in the forward pass, for cross entropy: Liger Kernel, arXiv 2410.10989.
     """
+    outputs = tuple(outputs)  # read more than once
     _check(couples, accumulate)
     check_budgets("fused_loss", chunk_tokens, keep_bytes)
     check_shapes(
@@ -258,6 +259,8 @@ class _Call:
                 head_output = head_output.map(lambda x_A: x_A.new_zeros(tokens).index_copy_(0, places_A, x_A))
         if into is not None:
             loss = _Stored.apply(*self.leaves, loss, _Gradients(into, None if all_in_order else places_A))
+        else:
+            loss = loss.clone()  # see `_Stored.forward`
         fallback = "; ".join(gradient_pass.fallbacks) or None
         return FusedLoss(loss, head_output, gemms.rows / max(1, len(places_A)), fallback)
 
@@ -323,7 +326,8 @@ class _Stored(Function):
     ) -> Tensor:
         ctx.gradients, ctx.tokens = gradients, len(hidden_TD)
         ctx.dtypes = [None if value is None else value.dtype for value in (hidden_TD, weight_VD, bias_V)]
-        return loss
+        # The caller's own to change in place: as it is, it would be a view, and may be a head output of a lone token.
+        return loss.clone()
 
     @staticmethod
     @once_differentiable

@@ -236,7 +236,7 @@ class GradientPass:
                     used_A.masked_fill_(self._overflowed_A, 0)  # the engine gives these no gradient
             if spoilt:
                 self._back_again()
-            wrong_A = self._differs(truth_FA).cpu()
+            wrong_A = self._differs(truth_FA, exact_A=self._overflowed_A).cpu()
         elif final:
             return loss
         else:
@@ -273,9 +273,14 @@ class GradientPass:
             forward = self._run_engine(self.engine, part, "scratch")
             self._back_chunk(forward, self._used_FA[:, part], part, self._sums, first=not number)
 
-    def _differs(self, truth_FA: Tensor) -> Tensor:
-        """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
+    def _differs(self, truth_FA: Tensor, exact_A: Tensor | None = None) -> Tensor:
+        """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank.
+
+        Rows that were not sent back at all (``exact_A``) have no rounding: theirs is wrong if it is not 0.
+        """
         allowed_FA = slack(finite_or_zero(truth_FA))  # an infinite one would allow every other any difference
+        if exact_A is not None:
+            allowed_FA.masked_fill_(exact_A, 0)
         return self._on_any_rank(~((truth_FA - self._used_FA).abs() <= allowed_FA).all(0))
 
     def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:

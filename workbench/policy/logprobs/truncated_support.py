@@ -192,9 +192,11 @@ def forward(
     sizes_C = kept.offsets_S.diff().to(device)
     row_P = torch.arange(rows, device=device).repeat_interleave(sizes_C, output_size=len(kept.ids_P))
     targeted = torch.nonzero(sizes_C)[:, 0]
+    # A row that is not computed may be among them, if the number of computed rows is a guess: its target may be any.
+    own = targets_C[targeted].clamp(0, head.vocabulary - 1)
     # One number for each pair: sorted and unique, including the target's.
     pairs_P = torch.unique(
-        torch.cat([row_P * head.vocabulary + kept.ids_P.to(device), targeted * head.vocabulary + targets_C[targeted]])
+        torch.cat([row_P * head.vocabulary + kept.ids_P.to(device), targeted * head.vocabulary + own])
     )
     row_P, id_P = pairs_P // head.vocabulary, pairs_P % head.vocabulary - head.first_token
     if head.is_split:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workbench.policy.logprobs.coefficients import add_scaled_, scale_
+from workbench.policy.logprobs.coefficients import ROUNDING, add_scaled_, scale_, slack
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 
@@ -36,6 +36,19 @@ def test_added_in_place(dtype):
     expected = (into.double() + gradient.double() * factor.double()).to(dtype)
     assert add_scaled_(into, gradient, factor) is into
     torch.testing.assert_close(into, expected, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+
+
+def test_the_tolerance_of_coefficients_is_that_of_typical_ones():
+    """One that is huge widens that of the others a little; zeros narrow it as they narrow the mean."""
+    unit = ROUNDING * torch.finfo(torch.float64).eps
+    ones, zeros = torch.ones(1, 40, dtype=torch.float64), torch.zeros(1, 40, dtype=torch.float64)
+    torch.testing.assert_close(slack(ones) / unit, 2 * ones, rtol=1e-12, atol=0)
+    huge = ones.index_fill(1, torch.tensor([7]), 1e16)
+    allowed = slack(huge)[0] / unit
+    assert 1 < allowed[0] < 4
+    assert 1e16 < allowed[7] < 1.1e16
+    torch.testing.assert_close(slack(torch.cat([ones, zeros], 1))[0, 40:] / unit, ones[0] / 2, rtol=1e-12, atol=0)
+    assert slack(zeros).eq(0).all()
 
 
 @pytest.mark.gpu

@@ -256,6 +256,29 @@ def test_the_upstream_gradient_is_applied_once_and_losses_add_up():
         torch.testing.assert_close(one, 2 * other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_a_loss_may_be_changed_in_place(with_gradient):
+    """It is no view of a head output, even if one token's is the whole loss."""
+    case = Case()
+    hidden, target = case.hidden.detach()[3:4].requires_grad_(), case.targets[3:4]
+    with torch.set_grad_enabled(with_gradient):
+        result = fused_loss(hidden, case.weight, target, lambda said, places: said.logprobs_T.squeeze())
+    logprob, total = result.head_output.logprobs_T.item(), result.loss
+    total += 1
+    total *= 3
+    assert (total.item(), result.head_output.logprobs_T.item()) == (3 * (logprob + 1), logprob)
+    if with_gradient:
+        exact = reference.token_logprobs(hidden, case.weight, target).logprobs_T.sum()
+        gradients = (torch.autograd.grad(value, (hidden, case.weight)) for value in (total, exact))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, 3 * other, rtol=1e-12, atol=1e-12)
+
+
+def test_outputs_may_be_named_by_an_iterator():
+    case = Case()
+    case.assert_right(case.every_field, outputs=(name for name in ("entropy", "logsumexp")))
+
+
 def test_gradients_are_handed_out_and_not_copied(monkeypatch):
     """In the dtype of the parameter the very tensor that was filled becomes its .grad."""
     case, filled, fetch = Case(), [], module._Gradients.fetch

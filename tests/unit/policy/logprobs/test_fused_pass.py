@@ -162,6 +162,41 @@ def test_rows_beyond_an_engine_use_an_exact_one(name, monkeypatch):
     torch.testing.assert_close(result.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("engine", [ChunkedEngine, NearSighted])
+@pytest.mark.parametrize("name", ["ppo", "gspo_with_kl", "across"])
+def test_a_huge_coefficient_of_a_certain_token_hides_no_other(name, engine, monkeypatch):
+    """A token of probability 1 moves nothing, whatever its coefficient; the others are corrected as without it."""
+    monkeypatch.setattr(module, "ChunkedEngine", engine)
+    case = Case()
+    certain = int(torch.nonzero(case.active)[6, 0])
+    with torch.no_grad():
+        case.hidden[certain] *= 1e3
+        case.targets[certain] = (case.weight @ case.hidden[certain]).argmax()
+        case.old[certain] = 0.0
+
+    def loss(said, places):
+        return getattr(case, name)(said, places) + 1e16 * said.logprobs_T[places == certain].sum()
+
+    for call in ({"couples": "token"}, {}, {"couples": "row"}):
+        case.assert_right(loss, chunk_tokens=5, expected_logprobs_T=case.old, **call)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_a_row_beyond_an_engine_is_corrected_however_small_its_coefficient(chunk_tokens, monkeypatch):
+    """It was not sent back: its gradient is the whole one, and no rounding of it."""
+    monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
+    case = Case()
+    far = reference.token_logprobs(case.hidden, case.weight, case.targets).logprobs_T.detach() < FAR
+
+    def loss(said, places):
+        return (said.logprobs_T * torch.where(far, 1e-20, 1.0).double()[places]).sum()
+
+    result = case.fused(loss, chunk_tokens=chunk_tokens)
+    found, truth = (torch.autograd.grad(result.loss, case.hidden)[0], case.truth(loss)[1])
+    assert truth[far & case.active].any()
+    torch.testing.assert_close(found[far], truth[far], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("chunk_tokens", [5, 100])
 def test_the_support_of_a_row_beyond_an_engine_is_not_repeated(chunk_tokens, monkeypatch):
     """Its pairs are no matter of the engine: they went back the first time, and must not go again."""

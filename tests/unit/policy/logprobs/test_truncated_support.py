@@ -210,3 +210,24 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
     assert into.hidden_TD.isfinite().all()
     assert into.weight_VD.isfinite().all()
     assert into.weight_VD[4].abs().sum() > 0
+
+
+def test_a_target_that_is_no_token_stays_in_its_own_row():
+    """Of a row that is computed only because the number of computed rows was guessed."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 3, generator=g, dtype=torch.float64) for rows in (3, 9))
+    head, sets = make_head(weight), TruncatedSupport.of([[1, 2], [1, 2], [7]])
+    alone = truncated_support.forward(head, hidden[1:2], torch.tensor([4]), 1.0, sets.rows(slice(1, 2)))
+    for before, after in ((-100, -1), (-1, 9), (12, 10**6)):
+        chunk = truncated_support.forward(head, hidden, torch.tensor([before, 4, after]), 1.0, sets)
+        assert chunk.row_P.unique().tolist() == [0, 1, 2]
+        assert torch.equal(chunk.logprobs_C[1:2], alone.logprobs_C)
+
+
+@pytest.mark.parametrize("expected", [3, 7, 11])
+def test_too_many_expected_rows_change_no_output_within_supports(expected):
+    leaves, call = problem(PLAIN | {"active": "some", "support": True, "temperature": "each"})
+    call["targets_T"][~call["active_T"]] = -1000
+    whole = answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine)
+    guessed = answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine, expected_rows=expected)
+    assert_same(guessed, whole)

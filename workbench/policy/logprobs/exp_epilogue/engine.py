@@ -213,6 +213,11 @@ class ExpEpilogueEngine:
             )
         return self._weight_VD.sum(0, dtype=torch.float32)
 
+    def _slope(self, temperature: float | Tensor) -> float | Tensor:
+        """Derivative of logits by dot products, one or [C], in float32 whatever the dtype of temperatures."""
+        temperatures_C, one = self._temperatures(temperature)
+        return self.head.logit_scale / (one if temperatures_C is None else temperatures_C)
+
     def _mean_logits(self, hidden_CD: Tensor, temperature: float | Tensor) -> Tensor:
         """Mean over the whole vocabulary of each row's logits; [C], float32."""
         head, bias_V = self.head, self._bias_V
@@ -220,12 +225,12 @@ class ExpEpilogueEngine:
         local = torch.cat([self._sum_D, last])
         whole = all_sum(local, head.axis) if head.axis is not None and head.is_split else local
         mean = whole / head.vocabulary
-        return (hidden_CD.float() @ mean[:-1] + mean[-1]) * (head.logit_scale / temperature)
+        return (hidden_CD.float() @ mean[:-1] + mean[-1]) * self._slope(temperature)
 
     def _add_mean_logits(self, chunk: Chunk, gradient_C: Tensor, into: Accumulators, rows: slice) -> None:
         """Add the adjoint of `_mean_logits`; an overflowed row, which the exact engine takes, adds nothing."""
         head, hidden_CD = self.head, chunk.hidden_CD
-        slope_C = gradient_C.to(torch.float32) * (head.logit_scale / chunk.temperature) / head.vocabulary
+        slope_C = gradient_C.to(torch.float32) * self._slope(chunk.temperature) / head.vocabulary
         if chunk.overflowed_C is not None:
             slope_C = slope_C.masked_fill(chunk.overflowed_C, 0)
         if into.hidden_TD is not None:

@@ -401,12 +401,13 @@ def test_saved_bytes_match_the_estimate():
     assert held <= engine.saved_bytes(21) <= held + 21 * 16
 
 
-@pytest.mark.parametrize("temperature", [0.7, "each"])
+@pytest.mark.parametrize("temperature", [0.7, "each", "each in float64"])
 def test_the_mean_of_logits_equals_an_exact_one(temperature):
     hidden, weight, _, targets, _, _ = plain()
     g = torch.Generator().manual_seed(5)
     bias, slope = torch.randn(53, generator=g).to(DEVICE), torch.randn(21, generator=g).to(DEVICE)
-    each = (0.5 + torch.rand(21, generator=g)).to(DEVICE) if temperature == "each" else temperature
+    drawn = (0.5 + torch.rand(21, generator=g)).to(DEVICE, torch.float32 if temperature == "each" else torch.float64)
+    each = drawn if isinstance(temperature, str) else temperature
     result, expected = (
         chunk_and_back(
             engine,
@@ -423,6 +424,7 @@ def test_the_mean_of_logits_equals_an_exact_one(temperature):
         for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
     )
     mean_C = result[0].head_output.mean_logit_T
+    assert mean_C.dtype == torch.float32
     torch.testing.assert_close(mean_C.double(), expected[0].head_output.mean_logit_T, rtol=1e-5, atol=1e-5)
     for name in ("hidden_TD", "weight_VD", "bias_V"):
         assert error(getattr(result[1], name), getattr(expected[1], name)) < RELATIVE[torch.float32], name
