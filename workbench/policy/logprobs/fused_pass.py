@@ -245,6 +245,8 @@ class GradientPass:
                 wrong_A = self._differs(truth_FA).cpu()
         wrong = int(wrong_A.sum())
         if not wrong:
+            if beyond:
+                self.fallbacks.append(f"{beyond} tokens beyond the exponents of the engine were computed again")
             return loss
         late = sum(int(wrong_A[rows].sum()) for rows in self._late)
         if beyond:

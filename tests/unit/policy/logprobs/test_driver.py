@@ -434,15 +434,16 @@ def test_hidden_states_and_head_may_lie_in_memory_as_they_like():
         assert_same(answers(chunked, [*strided, None], call, engine=Strict, chunk_tokens=4), expected)
 
 
-@pytest.mark.parametrize("expected", [0, 3, 5, 7])
+@pytest.mark.parametrize("expected", ["none", "fewer", "right", "more", "all"])
 def test_an_expected_number_of_rows_changes_no_value(expected):
-    """Five of seven are computed; another number is noticed, however many rows that leaves out or adds."""
-    options = PLAIN | {"outputs": ("entropy", "logsumexp")}
+    """Another number than that of the computed rows is noticed, however many that leaves out or adds."""
+    options = PLAIN | {"outputs": ("entropy", "logsumexp"), "active": "some"}
     leaves, call = problem(options)
     whole = answers(chunked, leaves, call, chunk_tokens=4)
-    count = int(((call["targets_T"] >= 0) & (True if call["active_T"] is None else call["active_T"])).sum())
-    for rows in {min(expected, len(call["targets_T"])), count}:
-        assert_same(answers(chunked, leaves, call, chunk_tokens=4, expected_rows=rows), whole)
+    count, tokens = int(((call["targets_T"] >= 0) & call["active_T"]).sum()), len(call["targets_T"])
+    assert 1 < count < tokens - 1
+    rows = {"none": 0, "fewer": count - 1, "right": count, "more": count + 1, "all": tokens}[expected]
+    assert_same(answers(chunked, leaves, call, chunk_tokens=4, expected_rows=rows), whole)
 
 
 def test_the_host_waits_for_the_number_of_rows_only_if_none_is_expected(monkeypatch):

@@ -198,6 +198,20 @@ def test_a_row_beyond_an_engine_is_corrected_however_small_its_coefficient(chunk
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_rows_beyond_an_engine_are_told_if_they_have_no_gradient(chunk_tokens, monkeypatch):
+    monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
+    case = Case()
+    near = reference.token_logprobs(case.hidden, case.weight, case.targets).logprobs_T.detach() >= FAR
+
+    def loss(said, places):
+        return torch.where(near[places], said.logprobs_T * case.advantages[places], 0.0).sum()
+
+    result, far = case.assert_right(loss, chunk_tokens=chunk_tokens), int((~near & case.active).sum())
+    assert result.gemms == pytest.approx(3 + far / int(case.active.sum()), rel=1e-12)
+    assert result.fallback == f"{far} tokens beyond the exponents of the engine were computed again"
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
 def test_the_support_of_a_row_beyond_an_engine_is_not_repeated(chunk_tokens, monkeypatch):
     """Its pairs are no matter of the engine: they went back the first time, and must not go again."""
     monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
