@@ -431,12 +431,6 @@ def four_gpus() -> str:
     )
 
 
-EARLY_SUMS_OVER_CP = (
-    "Measured while context-parallel layouts, too, started the sums of gradients in backward, on a second group of "
-    "ranks; that gained nothing and was removed."
-)
-
-
 def four_gpus_8b() -> str:
     """Layouts of four GPUs at the shapes of a larger model, on packed rows."""
     record = _record("gpu_layouts/four_gpus_8b.json")
@@ -446,10 +440,9 @@ def four_gpus_8b() -> str:
         "Shapes of 8 billion parameters on four GPUs",
         f"Qwen3-8B with {record['plan']['decoder_layers']} of its 36 layers, 4 x 32k tokens, every layer recomputed in "
         "backward,",
-        "With ulysses tokens are striped over the ranks, with gathered keys and a ring documents are whole; "
-        "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean.",
-        EARLY_SUMS_OVER_CP,
-        *_ranks_alone("gpu_layouts/four_gpus_8b"),
+        "With ulysses a rank has a quarter of the row as it is, with gathered keys and a ring documents are whole; "
+        "*zigzag*: each document is in zigzag, where the ranks with the most trained tokens have 1.33 times the mean. "
+        "*sharded*: parameters are sharded over the cp ranks too, whose gradients are then summed during backward.",
     )
 
 
@@ -465,7 +458,8 @@ def four_gpus_131k() -> str:
         "recomputed in backward,",
         f"Tokens are striped (ulysses), or blocks of {plan['layouts']['cp4_ring']['block_tokens']} dealt to and fro "
         "(gathered, ring); *zigzag*: a chunk of the first half and one of the second.",
-        EARLY_SUMS_OVER_CP,
+        "Measured while context-parallel layouts, too, started the sums of gradients in backward, on a second group "
+        "of ranks; that gained nothing and was removed. Heads have been packed by fewer and faster copies since.",
     )
 
 

@@ -177,7 +177,7 @@ class Policy:
                 fix="use pp=1, or train.step.run_step",
             )
         inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
-        return self._forward(inputs, positions_T, shard, routes).last_hidden_state[0]
+        return self._forward(inputs, positions_T, shard, routes).last_hidden_state.squeeze(0)
 
     def predicted_hidden_states(
         self,
@@ -258,7 +258,7 @@ class Policy:
                 rule="the embedding is whole only inside the model",
                 fix="leave shard_parameters out",
             )
-        return self.model.get_input_embeddings()(tokens_T[None])[0]
+        return self.model.get_input_embeddings()(tokens_T[None]).squeeze(0)
 
     def token_logprobs(
         self,

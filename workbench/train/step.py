@@ -344,11 +344,11 @@ def sum_over_ranks(
     sum_gradients(policy.model, policy.shards, mesh, _reduction_dtype(policy), in_rank_order, early)
     if policy.loss_scale != 1.0:
         scale_gradients(policy.model, policy.shards, 1 / policy.loss_scale)
+    # Queued before the norms, which the host waits for. Of a pipeline, the last stage alone evaluates the loss.
+    names = parts[0] if parts else ()
+    loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh) for name in names}
     norms = gradient_norms(policy.model, policy.shards, mesh)
-    if not parts:  # of a pipeline, the last stage alone evaluates the loss
-        return norms, *_of_last_stage({}, {}, mesh)
-    loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh) for name in parts[0]}
-    return norms, *_of_last_stage(loss, finish_metrics(metrics, mesh["dp_cp"]), mesh)
+    return norms, *_of_last_stage(loss, finish_metrics(metrics, mesh["dp_cp"]) if parts else {}, mesh)
 
 
 def _of_last_stage(

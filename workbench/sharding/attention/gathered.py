@@ -2,9 +2,9 @@
 
 Keys and values are packed into one tensor for communication, token-major: tensors of several ranks concatenate
 contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too. Keys that no other
-rank sees stay where they are; the others are in memory on every rank while a layer computes, and not saved. With many
-tokens a rank the heads are computed in two parts: the keys of the second are on their way while the first is computed,
-and the first's gradients during the second.
+rank sees stay where they are; the others are in memory on every rank while a layer computes, and not saved. Where many
+travel, the heads are computed in two parts: the keys of the second are on their way while the first is computed, and
+the first's gradients during the second.
 
 Letters: t tokens of a rank | T of all ranks | h key heads | d head dimension.
 """
@@ -21,14 +21,15 @@ from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention.kernels import choose
+from workbench.sharding.attention.packing import pack_key_value, unpack_key_value
 from workbench.sharding.attention.shard import AttentionShard, Shared
 from workbench.sharding.attention.sinks import kept, through_sinks
 from workbench.sharding.collectives import start_gather, start_scatter_sum
 from workbench.sharding.mesh import Axis
 
 PARTS_FROM_TOKENS = 16384
-"""Tokens of a rank from which heads are computed in two parts. Below, on H100 and H200 with 0.6 B parameters, a step is
-bound by launches, and those of a second part cost more than it hides."""
+"""Tokens that a rank sends from which heads are computed in two parts. Below, on H100 and H200 with 0.6 B parameters, a
+step is bound by launches, and those of a second part cost more than it hides."""
 
 
 def attend(
@@ -65,7 +66,7 @@ class _Gathered(Function):
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
         ctx.block = block = shard.gathered_block(window=window)
         ctx.shared = shard.shared(window)
-        ctx.parts = parts = parts_of_heads(key.shape[1], key.shape[2]) if ctx.shared.count else 1
+        ctx.parts = parts = parts_of_heads(key.shape[1], ctx.shared.count)
         arrivals = _start_gathers(key, value, parts, ctx.shared, shard.outer, ctx.caller)
         outs, lses = [], []
         for part, arrive in zip(query.chunk(parts, 1), arrivals, strict=True):
@@ -74,7 +75,7 @@ class _Gathered(Function):
             out, lse = ctx.kernel.forward(part, keys, values, block, scale)
             outs.append(out)
             lses.append(lse)
-        out, lse = _joined(outs), _joined(lses)
+        out, lse = _joined(outs), torch.cat(lses, 1) if parts > 1 else lses[0]
         out = out if sinks_H is None else out * kept(lse, sinks_H)
         out, lse = out.to(query.dtype), lse.to(torch.promote_types(query.dtype, torch.float32))
         ctx.save_for_backward(query, key, value, out, lse, sinks_H)
@@ -102,12 +103,13 @@ class _Gathered(Function):
 
 
 def parts_of_heads(key_heads: int, tokens: int) -> int:
-    """Parts in which a rank with so many tokens computes its heads, one after another; the same on every rank."""
+    """Parts in which a rank that sends so many tokens computes its heads, one after another; the same on every rank."""
     return 2 if tokens >= PARTS_FROM_TOKENS and key_heads % 2 == 0 else 1
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+    """Join the heads of all parts, token-major in memory, as kernels and decoders have them. [1, h, t, d] each."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], 2).transpose(1, 2)
 
 
 def _start_gathers(
@@ -137,32 +139,19 @@ def _start_sum(
     """Start to sum gradients of shared keys and values over ranks; return what waits for those of this rank's keys."""
     if not shared.count:
         return lambda: (d_key, d_value)
-    both = pack_key_value(d_key, d_value, torch.promote_types(d_key.dtype, torch.float32))
+    wide = torch.promote_types(d_key.dtype, torch.float32)
     before, after = axis.rank * shared.count, (axis.size - 1 - axis.rank) * shared.count
-    own, rows = both[before : len(both) - after], shared.rows(axis.rank)
-    whole = len(own) == shared.count
-    pieces = both if whole else torch.cat([both[:before], own[rows], both[len(both) - after :]])
+    own, rows = slice(before, d_key.shape[2] - after), shared.rows(axis.rank)
+    sent = [slice(0, before), slice(before + rows.start, before + rows.stop), slice(own.stop, None)]
+    if own.stop - own.start == shared.count:
+        sent = [slice(None)]
+    packed = [pack_key_value(d_key[:, :, one], d_value[:, :, one], wide) for one in sent]
+    pieces = packed[0] if len(packed) == 1 else torch.cat(packed)
     arrive = start_scatter_sum(pieces.unflatten(0, (axis.size, -1)), axis, caller=caller)
 
     def summed() -> tuple[Tensor, Tensor]:
-        if whole:
-            return unpack_key_value(arrive())
-        own[rows] = arrive()
-        return unpack_key_value(own)
+        d_own_key, d_own_value = d_key[:, :, own], d_value[:, :, own]
+        d_own_key[:, :, rows], d_own_value[:, :, rows] = unpack_key_value(arrive())
+        return d_own_key, d_own_value
 
     return summed
-
-
-def pack_key_value(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Pack keys and values, or their gradients, into one tensor. [1, h, t, d] each -> [t, 2 h, d]."""
-    _, heads, tokens, features = key.shape
-    packed = key.new_empty(tokens, 2 * heads, features, dtype=dtype or key.dtype)
-    packed[:, :heads].copy_(key[0].transpose(0, 1))
-    packed[:, heads:].copy_(value[0].transpose(0, 1))
-    return packed
-
-
-def unpack_key_value(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack into views of keys and values. [t, 2 h, d] -> [1, h, t, d] each."""
-    key, value = both.transpose(0, 1)[None].chunk(2, dim=1)
-    return key, value

@@ -4,12 +4,12 @@ The heads limit the number of Ulysses ranks, and a ring takes as many steps as i
 with U neighbours on cp = U * G ranks a ring has G steps, and only U must divide the heads.
 
 With many tokens a rank computes its heads in two parts, as `gathered` does: the tokens of the second part travel while
-the first is computed, and its output travels back during the second. So do gradients: each exchange is two functions of
-autograd, of which the backward of the second starts what that of the first waits for, and autograd takes the functions
-in the reverse order of their calls.
+the first is computed, and its output travels back during the second; a part is packed or unpacked while the other
+travels. So do gradients: each exchange is two functions of autograd, of which the backward of the second starts what
+that of the first waits for, and autograd takes the functions in the reverse order of their calls.
 
-Letters: R inner ranks | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards, or of a part of them |
-d head dimension.
+Letters: R inner ranks | P parts | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards, or of a part of
+them | d head dimension.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention import gathered, ring
 from workbench.sharding.attention.gathered import parts_of_heads
+from workbench.sharding.attention.packing import empty_heads, pack_part, unpack_part
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import exchange, start_exchange
 from workbench.sharding.divisibility import check_dealt_heads
@@ -63,24 +63,16 @@ def attend(
     sizes = [query.shape[1] // ranks // parts, key_heads // parts, key_heads // parts]
     caller = flight.caller()
     forth, back = ([_Exchange(shard, parts > 1, caller) for _ in range(parts)] for _ in range(2))
-    dealt = zip(*(_dealt(heads, ranks, parts) for heads in (query, key, value)), strict=True)
-    sent = [_Depart.apply(there, torch.cat(part, dim=2)) for there, part in zip(forth, dealt, strict=True)]
+    sent = _Deal.apply(forth, query, key, value)
     sinks = [None] * parts if sinks_H is None else sinks_H.chunk(ranks)[shard.inner.rank].chunk(parts)
     returned = []
     for there, again, part, sinks_h in zip(forth, back, sent, sinks, strict=True):
         in_row_order_shd = _Reorder.apply(shard, False, _Arrive.apply(there, part).flatten(0, 1))
         heads = [one.transpose(0, 1)[None] for one in in_row_order_shd.split(sizes, dim=1)]  # [1, h, s, d]
         out = outer.attend(*heads, shard, window, scale, sinks_h)
-        by_rank_shd = _Reorder.apply(shard, True, out[0].transpose(0, 1))
+        by_rank_shd = _Reorder.apply(shard, True, out.squeeze(0).transpose(0, 1))
         returned.append(_Depart.apply(again, by_rank_shd.unflatten(0, (ranks, -1))))
-    pieces = [_Arrive.apply(again, part) for again, part in zip(back, returned, strict=True)]
-    out_tRhd = torch.cat([piece.transpose(0, 1) for piece in pieces], dim=2)
-    return out_tRhd.flatten(1, 2).transpose(0, 1)[None]
-
-
-def _dealt(heads: Tensor, ranks: int, parts: int) -> Sequence[Tensor]:
-    """Deal heads to ranks, and those of each rank to its parts. [1, R * parts * h, t, d] -> [R, t, h, d] each."""
-    return [part.transpose(0, 1) for part in heads[0].transpose(0, 1).unflatten(1, (ranks, -1)).chunk(parts, dim=2)]
+    return _Collect.apply(back, query.shape[1], *returned)
 
 
 def repeat_heads(heads: Tensor, copies: int) -> Tensor:
@@ -100,7 +92,7 @@ def check_heads(queries: int, keys: int, axis: Axis) -> int:
 
 @dataclass
 class _Exchange:
-    """One exchange over the inner axis, forward and then backward: `_Depart` starts it, and `_Arrive` waits.
+    """One exchange over the inner axis, forward and then backward: one function of autograd starts it, another waits.
 
     Attributes:
         overlaps: it travels while other parts are computed; without them it is over when it has started.
@@ -149,6 +141,44 @@ class _Arrive(Function):
     @staticmethod
     def backward(ctx: Any, d_pieces_R: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.depart(d_pieces_R)
+
+
+class _Deal(Function):
+    """Deal heads to the inner ranks, and start the exchange of each part: P placeholders. [1, H, t, d] each."""
+
+    @staticmethod
+    def forward(ctx: Any, exchanges: Sequence[_Exchange], *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchanges, ctx.heads, ctx.tokens = exchanges, [one.shape[1] for one in heads], heads[0].shape[2]
+        ranks, parts = exchanges[0].shard.inner.size, len(exchanges)
+        return tuple(there.depart(pack_part(heads, number, ranks, parts)) for number, there in enumerate(exchanges))
+
+    @staticmethod
+    def backward(ctx: Any, *placeholders_R: Tensor) -> tuple[Tensor | None, ...]:
+        d_heads = [empty_heads(placeholders_R[0], count, ctx.tokens) for count in ctx.heads]
+        for number, there in reversed(list(enumerate(ctx.exchanges))):  # in the order of their departures
+            unpack_part(there.wait(), d_heads, number, len(ctx.exchanges))
+        return None, *d_heads
+
+
+class _Collect(Function):
+    """Wait for the output of each part, and put the heads of all inner ranks together: [1, H, t, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, exchanges: Sequence[_Exchange], heads: int, *placeholders_R: Tensor) -> Tensor:
+        ctx.exchanges = exchanges
+        out = empty_heads(placeholders_R[0], heads, placeholders_R[0].shape[1])
+        for number, back in enumerate(exchanges):
+            unpack_part(back.wait(), [out], number, len(exchanges))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        exchanges, ranks = ctx.exchanges, ctx.exchanges[0].shard.inner.size
+        departed = [
+            back.depart(pack_part([d_out], number, ranks, len(exchanges)))
+            for number, back in reversed(list(enumerate(exchanges)))  # the last is computed first
+        ]
+        return None, None, *reversed(departed)
 
 
 class _Reorder(Function):

@@ -5,7 +5,6 @@ import torch
 
 from tests.helpers.attention_case import ORDERS, assert_right, by_ranks
 from workbench.sharding.attention import gathered
-from workbench.sharding.attention.gathered import pack_key_value, unpack_key_value
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -65,16 +64,15 @@ def test_keys_travel_that_another_rank_sees_and_no_others(window, monkeypatch):
     assert count == (2 if window else 4)  # of 8
 
 
-def test_are_interleaved_per_token_and_unpacked_as_views():
-    key, value = torch.randn(2, 1, 3, 5, 4)
-    both = pack_key_value(key, value)
-    assert both.shape == (5, 6, 4)
-    assert torch.equal(both[2], torch.cat([key[0, :, 2], value[0, :, 2]]))
-    again = unpack_key_value(both)
-    assert torch.equal(torch.stack(again), torch.stack([key, value]))
-    assert {x.untyped_storage().data_ptr() for x in again} == {both.untyped_storage().data_ptr()}
+@pytest.mark.parametrize(("limit", "parts"), [(4, 2), (5, 1)])
+def test_heads_are_in_parts_if_many_keys_travel_not_if_a_rank_has_many(limit, parts, monkeypatch):
+    travelled = []
 
+    def watched(value, axis, plain=gathered.start_gather, **how):
+        travelled.append(len(value))
+        return plain(value, axis, **how)
 
-def test_they_may_be_widened_on_the_way():
-    key = torch.randn(1, 3, 5, 4).bfloat16()
-    assert torch.equal(pack_key_value(key, key, torch.float32), pack_key_value(key.float(), key.float()))
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", limit)
+    monkeypatch.setattr(gathered, "start_gather", watched)
+    assert_right(by_ranks("contiguous", 4, "gathered", (4, 2)), (4, 2))
+    assert travelled == [4] * (4 * 2 * parts)  # of 8 tokens; on 4 ranks, forward and backward

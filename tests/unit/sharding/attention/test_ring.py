@@ -93,9 +93,9 @@ def assert_only_output_is_right(found):
 
 def test_the_oracle_sees_the_normaliser_of_a_block_in_place_of_the_rows(monkeypatch):
     class OwnNormaliser(PlainKernel):
-        def backward(self, d_out, query, key, value, out, lse, block, scale, delta=None):
+        def backward(self, d_out, query, key, value, out, lse, block, scale):
             _, own = self.forward(query, key, value, block, scale)
-            return super().backward(d_out, query, key, value, out, own, block, scale, delta)
+            return super().backward(d_out, query, key, value, out, own, block, scale)
 
     monkeypatch.setattr(kernels, "KERNELS", (OwnNormaliser(),))
     assert_only_output_is_right(by_ranks("zigzag", 2, "ring", (4, 2)))

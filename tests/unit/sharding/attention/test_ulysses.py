@@ -99,6 +99,42 @@ def test_a_part_travels_while_another_is_computed(monkeypatch):
     assert len(events) == 2
 
 
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_heads_stay_token_major_in_both_directions(limit, monkeypatch):
+    """So a kernel that reads tokens first copies nothing, nor does a projection behind it."""
+    seen = []
+
+    def watched(*given, plain=gathered.choose):
+        kernel = plain(*given)
+
+        def backward(d_out, query, key, value, out, *more):
+            seen.extend((d_out, out))
+            grads = kernel.backward(d_out, query, key, value, out, *more)
+            return tuple(grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads)  # as flash's
+
+        def forward(*of):
+            out, lse = kernel.forward(*of)
+            return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+        return SimpleNamespace(forward=forward, backward=backward)
+
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", limit)
+    monkeypatch.setattr(gathered, "choose", watched)
+    lines = axes(2, 2)
+
+    def rank(number):
+        lay, (*leaves, d_out) = plan("contiguous", 2), tensors(8, 4)
+        shard = AttentionShard.make(lay, torch.tensor(DOCUMENTS), lines[number][0], algorithm="ulysses", kernel="plain")
+        leaves = [x[None, :, lay.positions(number)].requires_grad_() for x in leaves]
+        out = ulysses.attend(*leaves, shard, None, SCALE)
+        return (out.detach(), *torch.autograd.grad(out, leaves, d_out[None, :, lay.positions(number)]))
+
+    results = [one for of_rank in on_threads(rank, 2) for one in of_rank]
+    assert len(seen) == (8 if limit == 1 else 4)
+    assert len(results) == 8
+    assert all(one.transpose(1, 2).is_contiguous() for one in (*seen, *results))
+
+
 def test_parts_in_a_recomputed_layer(monkeypatch):
     monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
     lines = axes(2, 2)

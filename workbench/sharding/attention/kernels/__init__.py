@@ -43,7 +43,8 @@ class Kernel(Protocol):
         """Return output and log-normaliser.
 
         Formula:  s = scale * q k^T where seen, else -inf; lse = log sum exp s; out = exp(s - lse) v.
-        Shapes:   out [1, Hq, q, d], of the query's dtype or a wider one; lse [1, Hq, q] nats, float32 or float64.
+        Shapes:   out [1, Hq, q, d], of the query's dtype or a wider one; lse [1, Hq, q] nats, float32 or float64; in
+                  memory of their own.
                   A query that sees nothing has out 0 and lse -inf.
         """
         ...
@@ -58,17 +59,15 @@ class Kernel(Protocol):
         lse: Tensor,
         block: Block,
         scale: float,
-        delta: Tensor | None = None,
     ) -> Gradients:
         """Return the block's contribution to the gradients of query, key and value.
 
         Formula:  p = exp(s - lse); delta = rowsum(d_out * out); ds = p * (d_out v^T - delta) * scale;
                   dq = ds k; dk = ds^T q; dv = p^T d_out, the last two summed over the query heads that share a head.
 
-        ``out`` and ``lse`` are over *all* keys that the query sees, in this block and others; ``delta`` is passed if
-        already computed.
+        ``out`` and ``lse`` are over *all* keys that the query sees, in this block and others.
 
-        Shapes:   d_out [1, Hq, q, d], delta [1, Hq, q] -> as query, key and value; of their dtype or a wider one.
+        Shapes:   d_out [1, Hq, q, d] -> as query, key and value, in memory of their own; of their dtype or a wider one.
         Source:   the backward of FlashAttention-2, arXiv 2307.08691, algorithm 2.
         """
         ...

@@ -151,9 +151,8 @@ class CudnnKernel:
         lse: Tensor,
         block: Block,
         scale: float,
-        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`. ``delta`` is unused: the operator computes its own.
+        """See `Kernel.backward`.
 
         Gradients have the query's dtype; those that several parts add to are float32.
         """

@@ -113,9 +113,8 @@ class FlashKernel:
         lse: Tensor,
         block: Block,
         scale: float,
-        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`. ``delta`` is unused: the operator computes its own.
+        """See `Kernel.backward`.
 
         Gradients have the query's dtype; those of keys and values that several calls or segments add to are float32.
         """

@@ -72,7 +72,6 @@ class FlexKernel:
         lse: Tensor,
         block: Block,
         scale: float,
-        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Costs an additional forward; gradients of the query's dtype."""
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
@@ -80,9 +79,7 @@ class FlexKernel:
             out_b, lse_b = self.attend(query, key, value, block, scale)
         weight = (lse_b.detach() - lse).exp().masked_fill(lse_b.detach() == -torch.inf, 0)
         d_out_b = (weight[..., None] * d_out).to(out_b.dtype)
-        if delta is None:
-            delta = _rowsum(d_out, out)
-        d_lse_b = _rowsum(d_out_b, out_b.detach()) - weight * delta
+        d_lse_b = _rowsum(d_out_b, out_b.detach()) - weight * _rowsum(d_out, out)
         gradients = d_out_b, d_lse_b.to(lse_b.dtype)
         d_query, d_key, d_value = torch.autograd.grad((out_b, lse_b), (query, key, value), gradients)
         return d_query, d_key, d_value

@@ -67,10 +67,9 @@ class PlainKernel:
         lse: Tensor,
         block: Block,
         scale: float,
-        delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Gradients in the compute dtype."""
-        delta = (_in_compute_dtype(d_out) * out).sum(-1) if delta is None else delta
+        delta = (_in_compute_dtype(d_out) * out).sum(-1)
         query_Hqd, d_out_Hqd, delta_Hq1, lse_Hq1 = map(
             _with_padding, (query, d_out, delta[..., None], lse[..., None].to(_compute_dtype(query)))
         )

@@ -52,18 +52,6 @@ def test_blocks_give_the_attention_of_the_row_and_its_gradients(order, at_once, 
     assert_right(by_blocks(FlexKernel(attend), order, 4, heads, window, at_once=at_once), heads, window)
 
 
-def test_a_given_delta_is_not_recomputed():
-    its = shuffled(20, 30, [0] * 20 + [1] * 20)
-    query, key, value = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (20, 30, 30))
-    kernel = FlexKernel(attend)
-    out, lse = kernel.forward(query, key, value, its, SCALE)
-    d_out, delta = torch.randn_like(out), torch.randn(1, 2, 20, dtype=torch.float64)
-    result = kernel.backward(d_out, query, key, value, out, lse, its, SCALE, delta)
-    right = PlainKernel().backward(d_out, query, key, value, out, lse, its, SCALE, delta)
-    for one, other in zip(result, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
-
-
 def test_a_query_that_sees_nothing_anywhere_hands_on_no_gradient():
     handed = []
 
