@@ -18,6 +18,7 @@ from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER, documents_near
 from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.model import load_policy
+from workbench.sharding import flight
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import make_mesh
 from workbench.specs.groups import OptimizerSpec
@@ -118,6 +119,7 @@ def cases():
     """Settings without a layout, documents and the ground truth, by name."""
     tied, untied = documents_near(11), documents_near(11, tied=False)
     lonely = [d for d in tied if sum(d["loss_mask"]) == 0] + [max(tied, key=lambda d: len(d["tokens"]))]
+    lonely_untied = [max(untied, key=lambda d: len(d["tokens"]))]
     micro, adamw, sgd = {"data": {"micro_batches": 2}}, OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
     adamw_truth, sgd_truth = truth_of(tied, adamw, tied=True), truth_of(tied, sgd, tied=True)
     return {
@@ -125,6 +127,11 @@ def cases():
         "untied": ({"tied": False, "optimizer": sgd} | micro, untied, truth_of(untied, sgd, tied=False)),
         "fused": ({"optimizer": sgd, "policy": {"fused_loss": True, "chunk_tokens": 7}} | micro, tied, sgd_truth),
         "idle_rank": ({"optimizer": sgd}, lonely, truth_of(lonely, sgd, tied=True)),
+        "idle_rank_untied": (
+            {"tied": False, "optimizer": sgd, "policy": {"fused_loss": True, "chunk_tokens": 7}},
+            lonely_untied,
+            truth_of(lonely_untied, sgd, tied=False),
+        ),
     }
 
 
@@ -132,6 +139,7 @@ SAMPLE = {
     2: [
         ("dp2", "tied", "sharded"),
         ("dp2", "idle_rank", "sharded"),
+        ("dp2", "idle_rank_untied", "sharded"),
         ("cp2", "untied", "replicated"),
         ("cp2", "untied", "sharded, computed again"),
         ("cp2", "fused", "sharded"),
@@ -166,7 +174,7 @@ def check(asked, cases, folder):
                 ranks = 2 if how == "copies" else LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
                 assert actual["held"] < 1.05 / ranks * sum(w.numel() for w in weights.values()), "a rank holds its part"
     for number, (layout, case, _) in enumerate(asked):
-        if case == "idle_rank" and "dp" in layout:
+        if case.startswith("idle_rank") and "dp" in layout:
             trained = [result[number]["steps"][0][3] for result in answers]
             assert 0 in trained, "one rank of the idle case must have had nothing to train"
 
@@ -174,6 +182,54 @@ def check(asked, cases, folder):
 @pytest.mark.parametrize("ranks", SAMPLE)
 def test_two_steps_are_those_of_the_paper(ranks, cases, tmp_path):
     check(SAMPLE[ranks], cases, tmp_path)
+
+
+def collectives_of_a_step(documents, folder):
+    """Of a step with an untied head: elements of each gather and sum, and of a rank's part of each parameter.
+
+    Then log-probabilities, again after the weights have changed, with no backward between, and after `reshard`.
+    """
+    spec = RunSpec.model_validate(settings(LAYOUTS["dp2"] | SHARDED, tied=False))
+    mesh = make_mesh(dp=2)
+    policy = load_policy(
+        spec.model.source, mesh=mesh, precision=spec.dtypes, tied=False, seed=spec.model.seed, shard_parameters=True
+    )
+    rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
+    loss = flow.build_loss(spec.loss)
+    flight.start(folder / f"rank{mesh['dp'].rank}.flight", mesh["dp"].rank)
+    flow.run_step(policy, loss, rows, totals, loss_spec=spec.loss)
+    entries = flight.read(folder / f"rank{mesh['dp'].rank}.flight").entries
+    flight.stop()
+
+    def logprobs():
+        hidden_TD = rows[0].hidden_states(policy, None)  # whose forward leaves gathered what no backward reshards
+        with torch.no_grad():
+            return rows[0].token_logprobs(policy, hidden_TD, ()).logprobs_T
+
+    before = logprobs()
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    after = logprobs()
+    policy.reshard()
+    rows_each = {name: -(-p.shape[0] // 2) for name, p in policy.model.named_parameters()}  # the last rank's padded
+    parts = {name: rows_each[name] * p.shape[1:].numel() for name, p in policy.model.named_parameters()}
+    counts = [(e.name, int(e.shape)) for e in entries if e.name in ("gather_parameters", "scatter_gradients")]
+    return counts, parts, before, after, logprobs()
+
+
+def test_an_untied_head_is_gathered_last_and_its_gradient_summed_first(cases, tmp_path):
+    _, documents, _ = cases["untied"]
+    for counts, parts, before, after, again in run_ranks(collectives_of_a_step, 2, tmp_path, documents, tmp_path):
+        head = parts["lm_head.weight"]
+        gathered = [count for name, count in counts if name == "gather_parameters"]
+        summed = [count for name, count in counts if name == "scatter_gradients"]
+        layers = [sum(n for name, n in parts.items() if f"layers.{i}." in name) for i in range(3)]
+        root = sum(parts.values()) - head - sum(layers)
+        assert gathered[:5] == [root, *layers, head]
+        assert [count // 2 for count in summed] == [head, *layers[::-1], root]
+        assert not torch.allclose(before, after)
+        assert torch.equal(after, again), "nothing stale"
 
 
 def test_faults_are_seen_where_parameters_are_sharded(cases, tmp_path):

@@ -436,10 +436,17 @@ def load_policy(
     )
     trunk = None
     if shard_parameters:
-        trunk = _Trunk(model, stages)
+        # Layers for multi-token prediction may add to the head's gradient after that of the hidden states is complete.
+        trunk = _Trunk(model, stages, _Head.apart(model) if stages is None and not places else None)
         casts = data_parallel.Casts(compute, DTYPES[dtypes.reduction]) if not dtypes.single else None
         shards = data_parallel.shard_parameters(
-            trunk, decoder_layers(model), shards, mesh, casts, keep_gathered=stages is not None
+            trunk,
+            decoder_layers(model),
+            shards,
+            mesh,
+            casts,
+            keep_gathered=stages is not None,
+            last=trunk.head,
         )
     else:
         model = model.to(mesh.device)
@@ -496,12 +503,52 @@ def _checkpoint_layers(model: Any) -> None:
 class _Trunk(nn.Module):
     """A model, or one of its stages, whose forward ends at the hidden states; its head stays a submodule."""
 
-    def __init__(self, model: Any, stages: Stages | None = None) -> None:
+    def __init__(self, model: Any, stages: Stages | None = None, head: _Head | None = None) -> None:
         super().__init__()
-        self.model, self.stages = model, stages
+        self.model, self.stages, self.head = model, stages, head
 
     def forward(self, *stage: int, **inputs: Any) -> Any:
-        return self.model.base_model(**inputs) if self.stages is None else self.stages.forward(*stage, **inputs)
+        if self.stages is not None:
+            return self.stages.forward(*stage, **inputs)
+        out = self.model.base_model(**inputs)
+        if self.head is not None:
+            out.last_hidden_state = self.head(out.last_hidden_state)
+        return out
+
+
+class _Head(nn.Module):
+    """The output head of a model as a unit of its own, which hidden states pass before its weight is read.
+
+    Sharded, its weight is gathered while the last layer computes, and its gradient is summed while backward passes
+    through the layers. With all that is in no layer, the first layer would wait for the one, and the optimizer for the
+    other.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @classmethod
+    def apart(cls, model: Any) -> _Head | None:
+        """The head of a model, if it shares no parameter with the rest; else None."""
+        head = model.get_output_embeddings()
+        own, rest = ({id(one) for one in module.parameters()} for module in (head, model.base_model))
+        return None if own & rest else cls(head)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Passed.apply(hidden)
+
+
+class _Passed(torch.autograd.Function):
+    """The same values in a tensor that is no view: hooks on a view of FSDP2's would not survive a change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, d_hidden: Tensor) -> Tensor:
+        return d_hidden
 
 
 def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fused_loss: bool = False) -> str:

@@ -55,6 +55,7 @@ def shard_parameters(
     casts: Casts | None = None,
     *,
     keep_gathered: bool = False,
+    last: nn.Module | None = None,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
 
@@ -64,10 +65,11 @@ def shard_parameters(
     With ``keep_gathered``, parameters stay whole from their first forward to `reshard_parameters`, as forward passes of
     several micro-batches before the first backward need it (a head reads its weight outside of the root's forward).
 
-    Call ``root`` for the forward. Parameters in no unit (embedding, last norm, output head) are gathered when it starts
-    and stay whole until the following backward is over, so a head that is read but not called works, and tied weights
-    stay tied. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create the optimizer
-    afterwards: it then holds the shards, in their own dtype whatever the casts.
+    Call ``root`` for the forward. Parameters in no unit (embedding, last norm, a tied output head) are gathered when it
+    starts and stay whole until the following backward is over, so a head that is read but not called works, and tied
+    weights stay tied. ``last`` is a further unit, which stays whole from its call to its backward: an output head that
+    is passed before it is read. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create
+    the optimizer afterwards: it then holds the shards, in their own dtype whatever the casts.
 
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
     inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
@@ -103,11 +105,18 @@ def shard_parameters(
     over_edp = [(module, edp) for module in experts.values()]
     copies = mesh["replica"].group is not None
     own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
-    for module, axis in (*over_edp, *((unit, own) for unit in units), (root, own)):
+    kept = () if last is None else (last,)
+    for module, axis in (*over_edp, *((unit, own) for unit in (*units, *kept)), (root, own)):
         device_mesh = device_mesh_of(axis, mesh.device.type)
-        sharded: Any = fully_shard(
-            module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False if keep_gathered else None
-        )  # Any: versions of torch type its methods differently
+        stays = keep_gathered or module in kept
+        sharded: Any = fully_shard(  # Any: versions of torch type its methods differently
+            module,
+            mesh=device_mesh,
+            mp_policy=policy,
+            reshard_after_forward=False if stays else None,
+            # The root finds them on another path than the one through their unit.
+            ignored_params={one for unit in kept for one in unit.parameters()} if module is root else None,
+        )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if keep_gathered:
@@ -120,7 +129,8 @@ def shard_parameters(
         sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if not keep_gathered:
-        root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
+        for module in (root, *kept):
+            module.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
@@ -137,10 +147,11 @@ def reshard_parameters(root: nn.Module) -> None:
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in root.modules():
-        reshard = getattr(module, "reshard", None)
-        if reshard is not None:
-            reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_shard(value: Any) -> bool:

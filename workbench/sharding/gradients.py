@@ -98,12 +98,15 @@ def early_sums(
     axis = mesh["dp_cp"]
     if axis.group is None or axis.group in (mesh["cp"].group, mesh["ep"].group) or not overlaps(axis.group):
         return None
+    if all(shard.over_dp_cp for shard in shards.values()):
+        return None
     whole = [
         parameter for name, parameter in _trained(model) if not shards[name].over_dp_cp and not shards[name].over_ep
     ]
     return EarlySums(whole, axis, dtype) if whole else None
 
 
+@torch.no_grad()
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
     """L2 norm of every parameter's global gradient, each element counted once; of all pipeline stages.
 
@@ -184,8 +187,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _local(value: Any, shard: ParameterShard) -> Tensor:
-    """This rank's shard of a parameter or its gradient; shares memory."""
-    return (value.detach().to_local() if shard.over_dp_cp else value).detach()
+    """This rank's shard of a parameter or its gradient; shares memory. Cheapest without autograd."""
+    return (value.to_local() if shard.over_dp_cp else value).detach()
 
 
 def local_values(value: Any) -> Tensor:
