@@ -71,7 +71,7 @@ def copy_rows(into: Tensor, rows: Tensor) -> None:
 
 def _in_words(rows: Tensor) -> bool:
     """True if every row begins and ends at a multiple of 16 bytes."""
-    lengths = rows.shape[-1], *rows.stride()[:-1]
+    lengths = rows.shape[-1], *rows.stride()[:-1], rows.storage_offset()  # torch views no other offset as words
     whole = not any(length * rows.itemsize % _WORD.itemsize for length in lengths)
     return whole and rows.stride(-1) == 1 and not rows.data_ptr() % _WORD.itemsize
 

@@ -85,7 +85,7 @@ class _Ring(Function):
             merged = merge(later_out[:, :, rows], later_lse[:, :, rows], part_out.to(wide), part_lse.double())
             later_out[:, :, rows], later_lse[:, :, rows] = merged
         if sinks_H is not None:
-            out, later_out = out * kept(lse, sinks_H), later_out * kept(later_lse, sinks_H)
+            out, later_out = out * kept(lse.double(), sinks_H), later_out * kept(later_lse, sinks_H)
         out, lse = out.to(query.dtype), lse.to(wide)
         out[:, :, later], lse[:, :, later] = later_out, later_lse
         ctx.save_for_backward(query, key, value, out, lse, sinks_H)

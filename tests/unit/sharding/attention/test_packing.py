@@ -101,3 +101,13 @@ def test_a_buffer_may_begin_anywhere_in_memory():
     into = torch.empty(4, 8).bfloat16()
     copy_rows(into, rows)
     assert torch.equal(into, rows)
+
+
+def test_a_row_at_a_word_is_copied_also_from_memory_that_does_not_begin_at_one(word_copies):
+    memory = bytearray(8 * 64)
+    begin = 8 if torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16 == 0 else 0
+    rows = torch.frombuffer(memory, dtype=torch.float64, offset=begin)[1:33].view(4, 8).fill_(3.0)
+    into = torch.empty(4, 8, dtype=torch.float64)
+    copy_rows(into, rows)  # torch views such memory in no other dtype
+    assert torch.equal(into, rows)
+    assert word_copies == [True, False]

@@ -72,6 +72,21 @@ def test_a_normaliser_is_rounded_once_for_any_number_of_blocks(order, monkeypatc
     assert rms(result - right) < 1.05 * rms(right.float() - right)
 
 
+def test_what_sinks_leave_of_queries_without_another_block_is_rounded_once_too(monkeypatch):
+    class NarrowNormaliser(PlainKernel):
+        def forward(self, *given):
+            out, lse = super().forward(*given)
+            return out, lse.float()  # as kernels of a GPU
+
+    monkeypatch.setattr(kernels, "KERNELS", (NarrowNormaliser(),))
+    generator = torch.Generator().manual_seed(7)
+    query, sinks = torch.randn(1, 4, T, D, generator=generator), torch.randn(4, generator=generator)
+    shard = AttentionShard.make(plan("contiguous", 1), torch.tensor(DOCUMENTS), axes(1)[0][0], algorithm="ring")
+    whole, lse = NarrowNormaliser().forward(query, query, query, shard.block(0), 0.4)
+    kept = torch.sigmoid(lse.double() - sinks[:, None].double())[..., None]
+    assert torch.equal(ring.attend(query, query, query, shard, None, 0.4, sinks), (whole.double() * kept).float())
+
+
 def test_the_oracle_sees_backward_with_the_keys_of_the_first_step(monkeypatch):
     """huggingface/diffusers#14265: output right, gradients of query, key and value wrong."""
     first = threading.local()  # a rank is a thread, and backward runs in it

@@ -146,6 +146,20 @@ def test_parts_in_a_recomputed_layer(monkeypatch):
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_placeholders_are_no_anomaly(monkeypatch):
+    """Torch's search for the first NaN in backward reads them too; without memory of their own they hold anything."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    lines, before = axes(2, 2), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which makes it NaN
+    try:
+        with torch.autograd.detect_anomaly():
+            found = on_threads(lambda number: _one_layer(number, lines[number], False, lambda: None), 2)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(one.isfinite().all() for of_rank in found for one in of_rank)
+
+
 def test_the_oracle_detects_unsummed_gradients_of_repeated_key_heads(monkeypatch):
     class FirstCopyOnly(torch.autograd.Function):
         @staticmethod
