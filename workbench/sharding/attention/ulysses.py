@@ -180,7 +180,7 @@ class _Collect(Function):
             back.depart(pack_part([d_out], number, ranks, len(exchanges)))
             for number, back in reversed(list(enumerate(exchanges)))  # the last is computed first
         ]
-        return None, None, *reversed(departed)
+        return None, None, *departed  # placeholders, of which one is like another
 
 
 class _Reorder(Function):

@@ -24,8 +24,9 @@ def test_keys_and_values_are_interleaved_per_token_and_unpacked_as_views():
     assert {x.untyped_storage().data_ptr() for x in again} == {both.untyped_storage().data_ptr()}
 
 
-def test_they_may_be_widened_on_the_way():
-    key = torch.randn(1, 3, 5, 4).bfloat16()
+@pytest.mark.parametrize("features", [4, 8])
+def test_they_may_be_widened_on_the_way(features):
+    key = torch.randn(1, 3, 5, features).bfloat16()
     assert torch.equal(pack_key_value(key, key, torch.float32), pack_key_value(key.float(), key.float()))
 
 
@@ -86,6 +87,7 @@ def test_rows_of_words_are_copied_bit_by_bit(dtype, word_copies):
         torch.randn(4, 3, 12).bfloat16()[..., :8],  # a row every 24
         torch.randn(4, 3, 9).bfloat16()[..., 1:],  # which does not begin at a word
         torch.randn(4, 8, 3).bfloat16().transpose(1, 2),  # values apart
+        torch.randn(4, 3, 16).bfloat16()[..., ::2],
     ],
 )
 def test_others_are_copied_value_by_value(rows, word_copies):
