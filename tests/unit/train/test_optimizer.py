@@ -14,6 +14,7 @@ from workbench.errors import SpecError
 from workbench.policy.model import load_policy
 from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
+from workbench.sharding.data_parallel import is_shard
 from workbench.train.optimizer import AdamW, FusedAdamW, LossScale, build_optimizer, eight_bit_moments, round_at_random
 
 
@@ -117,6 +118,10 @@ def two_steps():
         sharded.grad, plain.grad = distribute_tensor(gradient, mesh, [Shard(0)]), gradient
         fused.step()
         single.step()
+    lists: tuple[list, ...] = ([], [], [], [], [], [])
+    fused._init_group(fused.param_groups[0], *lists)
+    assert [len(some) for some in lists] == [1, 1, 1, 1, 0, 1]
+    assert not any(is_shard(value) for some in lists for value in some), "kernels get plain tensors"
     assert fused.state[sharded]["exp_avg"].shape == (5, 3), "states stay DTensors, as checkpoints gather them"
     return sharded.full_tensor().detach(), plain.detach()
 

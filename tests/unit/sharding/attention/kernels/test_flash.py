@@ -75,6 +75,16 @@ def test_every_algorithm_can_stand_on_it(monkeypatch, algorithm, inner):
     assert_right(by_rank, (8, 4), 9, atol=2e-6)
 
 
+@pytest.mark.parametrize(("algorithm", "inner"), [("gathered", 1), ("ring", 1), ("ulysses", 4), ("hybrid", 2)])
+def test_every_algorithm_in_the_dtype_of_its_results(monkeypatch, algorithm, inner):
+    """Which are narrower than what several blocks add to."""
+    monkeypatch.setattr(FlashKernel, "_refused_tensors", lambda *_: None)
+    monkeypatch.setattr(kernels, "KERNELS", (FlashKernel(STAND_IN),))
+    by_rank = by_ranks("zigzag", 4, algorithm, (8, 4), inner=inner, kernel="flash", dtype=torch.bfloat16)
+    assert {one.dtype for one in by_rank} == {torch.bfloat16}
+    assert_right(by_rank, (8, 4), atol=0.15)
+
+
 @pytest.mark.parametrize("order", ["contiguous", "balanced"])
 def test_a_rank_alone(order):
     assert_right(by_blocks(FlashKernel(STAND_IN), order, 1, (2, 2), at_once=True), (2, 2), atol=2e-6)
