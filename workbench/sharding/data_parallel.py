@@ -54,15 +54,18 @@ def shard_parameters(
     mesh: Mesh,
     casts: Casts | None = None,
     *,
-    keep_gathered: bool = False,
+    reshard_after_forward: bool = True,
+    reshard_after_backward: bool = True,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
 
     The mesh has the ranks of a copy, `shard`, and those with the same part of each copy, `replica` (hybrid sharding,
     HSDP): gradients are reduce-scattered over the first and then summed over the second, in every backward.
 
-    With ``keep_gathered``, parameters stay whole from their first forward to `reshard_parameters`, as forward passes of
-    several micro-batches before the first backward need it (a head reads its weight outside of the root's forward).
+    The last two arguments have FSDP2's names. Without ``reshard_after_forward``, parameters of units stay whole from
+    their forward to their backward. Without both, all stay whole from their first forward to `reshard_parameters`, as
+    forward passes of several micro-batches before the first backward need it (a head reads its weight outside of the
+    root's forward).
 
     Call ``root`` for the forward. Parameters in no unit (embedding, last norm, output head) are gathered when it starts
     and stay whole until the following backward is over, so a head that is read but not called works, and tied weights
@@ -103,14 +106,15 @@ def shard_parameters(
     over_edp = [(module, edp) for module in experts.values()]
     copies = mesh["replica"].group is not None
     own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
-    for module, axis in (*over_edp, *((unit, own) for unit in units), (root, own)):
+    pieces: list[tuple[Any, Axis]] = [*over_edp, *((unit, own) for unit in units), (root, own)]
+    for module, axis in pieces:
         device_mesh = device_mesh_of(axis, mesh.device.type)
         sharded: Any = fully_shard(
-            module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False if keep_gathered else None
-        )  # Any: versions of torch type its methods differently
+            module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False
+        )  # Any: versions of torch type its methods differently. None: True for units, and False for the root
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        if keep_gathered:
+        if not reshard_after_backward:
             sharded.set_reshard_after_backward(False, recurse=False)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
         sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
@@ -119,8 +123,13 @@ def shard_parameters(
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
-    if not keep_gathered:
-        root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
+    if reshard_after_backward:
+
+        def reshard(*inputs: object) -> None:
+            for module, _ in pieces:
+                module.reshard()
+
+        root.register_forward_pre_hook(reshard, prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
