@@ -230,6 +230,14 @@ def test_kept_weights_of_a_layer_are_gathered_once(cases, tmp_path):
     assert run_ranks(gathers, 2, tmp_path, asked, tmp_path) == [[twice, once, once]] * 2
 
 
+def test_pipeline_stages_gather_once_a_step(cases, tmp_path):
+    """Each stage the root and its layers, 2 and 1 of 3, in the first of two micro-batches."""
+    given, documents, _ = cases["tied"]
+    asked = [(settings({"pp": 2, "dp": 2, "shard_parameters": True}, **given), documents)]
+    layers, steps = (2, 2, 1, 1), 2
+    assert run_ranks(gathers, 4, tmp_path, asked, tmp_path) == [[(1 + own) * steps] for own in layers]
+
+
 def test_faults_are_seen_where_parameters_are_sharded(cases, tmp_path):
     """The sums over dp x cp are in backward then; the later reductions can still go wrong."""
     _, documents, (((loss, expected, _), _), _) = cases["tied"]

@@ -151,8 +151,6 @@ def trained_with_looks(reshard_after_forward):
             net.loss(batch(0, 0))
 
     for _ in range(2):
-        look()
-        reshard_parameters(net)
         optimizer.zero_grad()
         for number in range(2):
             look()
