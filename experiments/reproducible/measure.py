@@ -408,6 +408,7 @@ class Rank:
             layout.cp,
             layout.tp,
             layout.shard_parameters,
+            layout.reshard_after_forward,
             layout.checkpointing,
         )
         if self._policy is None or self._policy[0] != key:
@@ -423,6 +424,7 @@ class Rank:
                     precision=spec.precision,
                     implementation="auto",
                     shard_parameters=layout.shard_parameters,
+                    reshard_after_forward=layout.reshard_after_forward,
                     checkpointing=layout.checkpointing,
                 ),
             )

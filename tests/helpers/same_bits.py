@@ -33,6 +33,7 @@ def train(
         seed=spec.model.seed,
         temperature=spec.policy.temperature or 1.0,
         shard_parameters=layout.shard_parameters,
+        reshard_after_forward=layout.reshard_after_forward,
         checkpointing=layout.checkpointing,
     )
     with reproducible_mode(policy, spec):

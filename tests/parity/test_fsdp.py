@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
@@ -35,8 +36,17 @@ LAYOUTS = {
     "dp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True},
 }
 SHARDED, AGAIN = {"shard_parameters": True}, {"shard_parameters": True, "checkpointing": True}
-COPIES = {"shard_parameters": True, "shard_ranks": 2}
-HOW = {"replicated": {}, "sharded": SHARDED, "sharded, computed again": AGAIN, "copies": COPIES}
+COPIES, KEPT = {"shard_parameters": True, "shard_ranks": 2}, {"reshard_after_forward": False}
+HOW = {
+    "replicated": {},
+    "sharded": SHARDED,
+    "sharded, kept": SHARDED | KEPT,
+    "sharded, computed again": AGAIN,
+    "sharded, computed again, kept": AGAIN | KEPT,
+    "copies": COPIES,
+    "copies, kept": COPIES | KEPT,
+}
+"""How parameters are stored; kept: gathered weights stay from the forward of a layer to its backward."""
 CLIP = 0.05
 """Far below the norm of the gradients here: every step is clipped."""
 OPTIMIZERS = {
@@ -57,6 +67,7 @@ def train(given, documents):
         tied=spec.model.tied,
         seed=spec.model.seed,
         shard_parameters=layout.shard_parameters,
+        reshard_after_forward=layout.reshard_after_forward,
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,
@@ -138,15 +149,18 @@ def cases():
 SAMPLE = {
     2: [
         ("dp2", "tied", "sharded"),
+        ("dp2", "tied", "sharded, kept"),
         ("dp2", "idle_rank", "sharded"),
         ("dp2", "idle_rank_untied", "sharded"),
         ("cp2", "untied", "replicated"),
         ("cp2", "untied", "sharded, computed again"),
+        ("cp2", "untied", "sharded, computed again, kept"),
         ("cp2", "fused", "sharded"),
     ],
     4: [
         ("dp2_cp2", "tied", "sharded"),
         ("dp2_cp2", "tied", "copies"),
+        ("dp2_cp2", "tied", "copies, kept"),
         ("dp2_cp2", "fused", "copies"),
         ("dp2_tp2", "untied", "replicated"),
         ("dp2_tp2", "untied", "sharded"),
@@ -154,6 +168,18 @@ SAMPLE = {
     ],
 }
 """Ranks -> what they train in every run of the suite: layout, case, how."""
+
+
+def assert_same_bits(actual, expected, *, context):
+    """Weights gathered once or twice are the same: so are losses, gradients, norms and the trained weights."""
+    for (loss, gradients, norm, _), (its_loss, its_gradients, its_norm, _) in zip(
+        actual["steps"], expected["steps"], strict=True
+    ):
+        assert (loss, norm) == (its_loss, its_norm), context
+        differing = [name for name, g in its_gradients.items() if not torch.equal(gradients[name], g)]
+        assert differing == [], context
+    differing = [name for name, w in expected["weights"].items() if not torch.equal(actual["weights"][name], w)]
+    assert differing == [], context
 
 
 def check(asked, cases, folder):
@@ -171,8 +197,13 @@ def check(asked, cases, folder):
                 assert norm > 2 * CLIP, "every step must be clipped"
             assert_float64_parity(actual["weights"], weights, context=f"weights, {context}")
             if how != "replicated":
-                ranks = 2 if how == "copies" else LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
+                ranks = 2 if how.startswith("copies") else LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
                 assert actual["held"] < 1.05 / ranks * sum(w.numel() for w in weights.values()), "a rank holds its part"
+        by_name = dict(zip(asked, result, strict=True))
+        for layout, case, how in asked:
+            if how.endswith(", kept"):
+                gathered_twice = by_name[layout, case, how.removesuffix(", kept")]
+                assert_same_bits(by_name[layout, case, how], gathered_twice, context=f"{layout}, {case}, {how}")
     for number, (layout, case, _) in enumerate(asked):
         if case.startswith("idle_rank") and "dp" in layout:
             trained = [result[number]["steps"][0][3] for result in answers]
@@ -230,6 +261,36 @@ def test_an_untied_head_is_gathered_last_and_its_gradient_summed_first(cases, tm
         assert [count // 2 for count in summed] == [head, *layers[::-1], root]
         assert not torch.allclose(before, after)
         assert torch.equal(after, again), "nothing stale"
+
+
+def gathers(asked, folder):
+    """Train under each spec, and return how many gathers of parameters are in the rank's flight record."""
+    counts = []
+    for number, (given, documents) in enumerate(asked):
+        path = folder / f"{number}.rank{dist.get_rank()}.flight"
+        flight.start(path, dist.get_rank())
+        train(given, documents)
+        counts.append(sum(entry.name == "gather_parameters" for entry in flight.read(path).entries))
+        flight.stop()
+    return counts
+
+
+def test_kept_weights_of_a_layer_are_gathered_once(cases, tmp_path):
+    """Per micro-batch the root once, and each layer once, or a second time for its backward."""
+    given, documents, _ = cases["tied"]
+    hows = ("sharded", "sharded, kept", "sharded, computed again, kept")
+    asked = [(settings(LAYOUTS["dp2"] | HOW[how], **given), documents) for how in hows]
+    layers, micro_batches, steps = 3, 2, 2
+    twice, once = ((1 + times * layers) * micro_batches * steps for times in (2, 1))
+    assert run_ranks(gathers, 2, tmp_path, asked, tmp_path) == [[twice, once, once]] * 2
+
+
+def test_pipeline_stages_gather_once_a_step(cases, tmp_path):
+    """Each stage the root and its layers, 2 and 1 of 3, in the first of two micro-batches."""
+    given, documents, _ = cases["tied"]
+    asked = [(settings({"pp": 2, "dp": 2, "shard_parameters": True}, **given), documents)]
+    layers, steps = (2, 2, 1, 1), 2
+    assert run_ranks(gathers, 4, tmp_path, asked, tmp_path) == [[(1 + own) * steps] for own in layers]
 
 
 def test_faults_are_seen_where_parameters_are_sharded(cases, tmp_path):

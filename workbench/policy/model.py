@@ -353,6 +353,7 @@ def load_policy(
     chunk_tokens: int | None = None,
     keep_bytes: int = 0,
     shard_parameters: bool = False,
+    reshard_after_forward: bool = True,
     sequence_parallel: bool = False,
     checkpointing: bool = False,
     fused_loss: bool = False,
@@ -381,6 +382,7 @@ def load_policy(
         chunk_tokens: rows whose logits exist at a time, for chunked and triton.
         keep_bytes: how much these may save for backward.
         shard_parameters: shard parameters over dp x cp; see `workbench.sharding.data_parallel`.
+        reshard_after_forward: gather sharded weights again for backward; pipeline stages keep them in any case.
         sequence_parallel: each tp rank holds 1 / tp of the tokens between sharded layers.
         checkpointing: save no activations inside a decoder layer; recompute them in backward.
         fused_loss: loss and gradient are computed in one pass over the head, which needs chunks.
@@ -445,7 +447,8 @@ def load_policy(
             shards,
             mesh,
             casts,
-            keep_gathered=stages is not None,
+            reshard_after_forward=reshard_after_forward and stages is None,
+            reshard_after_backward=stages is None,
             last=trunk.head,
         )
     else:

@@ -54,7 +54,8 @@ def shard_parameters(
     mesh: Mesh,
     casts: Casts | None = None,
     *,
-    keep_gathered: bool = False,
+    reshard_after_forward: bool = True,
+    reshard_after_backward: bool = True,
     last: nn.Module | None = None,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
@@ -62,8 +63,10 @@ def shard_parameters(
     The mesh has the ranks of a copy, `shard`, and those with the same part of each copy, `replica` (hybrid sharding,
     HSDP): gradients are reduce-scattered over the first and then summed over the second, in every backward.
 
-    With ``keep_gathered``, parameters stay whole from their first forward to `reshard_parameters`, as forward passes of
-    several micro-batches before the first backward need it (a head reads its weight outside of the root's forward).
+    Two arguments have FSDP2's names. Without ``reshard_after_forward``, parameters of units stay whole from their
+    forward to their backward. Without both, all stay whole from their first forward to `reshard_parameters`, as forward
+    passes of several micro-batches before the first backward need it (a head reads its weight outside of the root's
+    forward).
 
     Call ``root`` for the forward. Parameters in no unit (embedding, last norm, a tied output head) are gathered when it
     starts and stay whole until the following backward is over, so a head that is read but not called works, and tied
@@ -105,21 +108,22 @@ def shard_parameters(
     over_edp = [(module, edp) for module in experts.values()]
     copies = mesh["replica"].group is not None
     own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
-    kept = () if last is None else (last,)
-    for module, axis in (*over_edp, *((unit, own) for unit in (*units, *kept)), (root, own)):
+    of_last = [] if last is None else [(last, own)]
+    pieces: list[tuple[Any, Axis]] = [*over_edp, *((unit, own) for unit in units), *of_last, (root, own)]
+    for module, axis in pieces:
         device_mesh = device_mesh_of(axis, mesh.device.type)
-        stays = keep_gathered or module in kept
+        reshards = reshard_after_forward and module is not last
         sharded: Any = fully_shard(  # Any: versions of torch type its methods differently
             module,
             mesh=device_mesh,
             mp_policy=policy,
-            reshard_after_forward=False if stays else None,
+            reshard_after_forward=None if reshards else False,  # None: True for units, and False for the root
             # The root finds them on another path than the one through their unit.
-            ignored_params={one for unit in kept for one in unit.parameters()} if module is root else None,
+            ignored_params=set(last.parameters()) if last is not None and module is root else None,
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        if keep_gathered:
+        if not reshard_after_backward:
             sharded.set_reshard_after_backward(False, recurse=False)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
         sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
@@ -128,9 +132,14 @@ def shard_parameters(
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
-    if not keep_gathered:
-        for module in (root, *kept):
-            module.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
+    if reshard_after_backward:
+        left = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
+
+        def reshard(*inputs: object) -> None:
+            for module in left:
+                module.reshard()
+
+        root.register_forward_pre_hook(reshard, prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 

@@ -71,6 +71,9 @@ class LayoutSpec(Group):
     shard_ranks: int = Field(0, ge=0)
     """With shard_parameters: ranks over which one copy of the parameters is sharded, neighbours among dp x cp, whose
     number it divides; there are dp * cp / shard_ranks copies, whose gradients are summed (HSDP). 0: one copy."""
+    reshard_after_forward: bool = True
+    """With shard_parameters: free the gathered weights of a decoder layer after its forward and gather them again for
+    its backward. False keeps them in between: one gather less, for memory of all layers' gathered weights."""
     checkpointing: bool = False
     """Activation checkpointing of decoder layers: recompute their activations in backward."""
 
@@ -116,7 +119,7 @@ class LayoutSpec(Group):
         return self
 
     @model_validator(mode="after")
-    def _check_copies(self) -> LayoutSpec:
+    def _check_sharding(self) -> LayoutSpec:
         if self.shard_ranks and not self.shard_parameters:
             raise ValueError(
                 f"shard_ranks = {self.shard_ranks} without shard_parameters: it is the number of ranks over which one "
@@ -129,6 +132,16 @@ class LayoutSpec(Group):
             )
         if self.shard_ranks and self.dp * self.cp % self.shard_ranks:
             raise ValueError(f"shard_ranks = {self.shard_ranks} does not divide dp * cp = {self.dp * self.cp}")
+        if not self.reshard_after_forward and not self.shard_parameters:
+            raise ValueError(
+                "reshard_after_forward = False without shard_parameters: whole parameters are never gathered; leave it "
+                "out, or shard parameters"
+            )
+        if not self.reshard_after_forward and self.pp > 1:
+            raise ValueError(
+                f"reshard_after_forward = False with pp = {self.pp}: pipeline stages keep gathered parameters from a "
+                "step's first forward to its last backward in any case; leave it out"
+            )
         if self.shard_ranks and self.ep > 1:
             raise ValueError(
                 f"shard_ranks = {self.shard_ranks} with ep = {self.ep}: experts are sharded over all ranks that have "
@@ -177,6 +190,7 @@ class LayoutSpec(Group):
             "sp": self.sequence_parallel,
             "fsdp": self.shard_parameters and not self.shard_ranks,
             f"hsdp={self.shard_ranks}": bool(self.shard_ranks),
+            "no_reshard": not self.reshard_after_forward,
             "checkpointing": self.checkpointing,
         }
         parts += [label for label, shown in labels.items() if shown]

@@ -156,6 +156,7 @@ ADDED_SETTINGS = (
     "layout.stages_per_rank",
     "layout.stage_layers",
     "layout.shard_ranks",
+    "layout.reshard_after_forward",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",

@@ -14,6 +14,8 @@ from experiments.gpu_layouts.measure import OldPolicy, Plan, draw_rollouts, pert
 from workbench.atomic import from_json
 from workbench.policy.decoder import tiny_qwen3
 from workbench.records.provenance import project_root
+from workbench.sharding.mesh import single_process_mesh
+from workbench.specs.groups import LayoutSpec
 from workbench.specs.reading import parse_spec, read_yaml
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
@@ -142,6 +144,17 @@ def test_a_refused_layout_states_the_reason(tmp_path):
     )
     rank.measure("float32_tiny", "one_rank")
     assert "flash" in result_of(tmp_path, "float32_tiny/one_rank")["left_out"]
+
+
+def test_a_layout_whose_weights_are_stored_in_another_way_has_a_policy_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "plan.yaml").write_text((project_root() / "experiments/gpu_layouts/dry_run.yaml").read_text())
+    rank, loaded = layouts.Rank(tmp_path, torch.device("cpu"), 1), []
+    monkeypatch.setattr(layouts, "load_policy", lambda _, **how: loaded.append(how["reshard_after_forward"]))
+    monkeypatch.setattr(layouts, "build_optimizer", lambda policy, spec: None)
+    for reshard in (True, False, False, True):
+        layout = LayoutSpec(shard_parameters=True, reshard_after_forward=reshard)
+        rank.policy(rank.spec(rank.plan.workloads["float32_tiny"], layout), single_process_mesh())
+    assert loaded == [True, False, True]
 
 
 @pytest.mark.slow

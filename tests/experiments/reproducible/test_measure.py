@@ -13,6 +13,8 @@ from workbench.atomic import from_json, to_json
 from workbench.errors import SpecError
 from workbench.records.provenance import project_root
 from workbench.report import style
+from workbench.sharding.mesh import single_process_mesh
+from workbench.specs.groups import LayoutSpec
 from workbench.specs.reading import parse_spec, read_yaml
 from workbench.train import step as flow
 from workbench.train.rows import multiples
@@ -33,6 +35,17 @@ def test_written_rollouts_can_be_measured(plan, tmp_path):
         for layout in plan.of(name):
             spec = rank.spec(workload, plan.layouts[layout], "reproducible")
             assert workload.row_tokens % multiples(spec.layout, spec.reproducible).row == 0
+
+
+def test_a_layout_whose_weights_are_stored_in_another_way_has_a_policy_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "plan.yaml").write_text((FOLDER / "dry_run.yaml").read_text())
+    rank, loaded = bench.Rank(tmp_path, torch.device("cpu"), 1), []
+    monkeypatch.setattr(bench, "load_policy", lambda _, **how: loaded.append(how["reshard_after_forward"]))
+    workload = next(iter(rank.plan.workloads.values()))
+    for reshard in (True, False, False, True):
+        layout = LayoutSpec(shard_parameters=True, reshard_after_forward=reshard)
+        rank.policy(rank.spec(workload, layout, "reproducible"), single_process_mesh())
+    assert loaded == [True, False, True]
 
 
 def test_every_layout_cuts_the_step_into_the_same_rows(tmp_path):

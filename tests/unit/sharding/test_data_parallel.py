@@ -7,12 +7,13 @@ from workbench.errors import ShardingError, SpecError
 from workbench.faults import load_fault
 from workbench.policy.model import load_policy
 from workbench.sharding import data_parallel, flight
-from workbench.sharding.data_parallel import is_shard, shard_parameters
+from workbench.sharding.data_parallel import is_shard, reshard_parameters, shard_parameters
 from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients
 from workbench.sharding.mesh import AXES, Axis, Mesh, make_mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+RATE = 1e-4
 
 
 class Net(nn.Module):
@@ -36,9 +37,9 @@ def whole_shards(net):
     return {name: ParameterShard() for name, _ in net.named_parameters()}
 
 
-def sharded(mesh, dtype=torch.float64):
+def sharded(mesh, dtype=torch.float64, **how):
     net = Net().to(dtype)
-    return net, shard_parameters(net, [net.unit], whole_shards(net), mesh)
+    return net, shard_parameters(net, [net.unit], whole_shards(net), mesh, **how)
 
 
 def batch(rank, number, dtype=torch.float64):
@@ -83,13 +84,16 @@ def test_gradients_are_summed_over_ranks_and_micro_batches_in_every_precision(tm
         assert norms["unused.weight"] == 0
 
 
-def what_a_rank_holds(folder):
+def what_a_rank_holds(folder, reshard_after_forward):
     mesh = make_mesh(cp=2)
     rank = mesh["cp"].rank
-    net, shards = sharded(mesh)
+    net, shards = sharded(mesh, reshard_after_forward=reshard_after_forward)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     flight.start(folder / f"rank{rank}.flight", rank)
-    net.loss(batch(rank, 0)).backward()
+    loss = net.loss(batch(rank, 0))
+    between = is_shard(net.unit.weight)
+    loss.backward()
+    unit_is_shard = between, is_shard(net.unit.weight)
     entries = flight.read(folder / f"rank{rank}.flight").entries
     flight.stop()
     sum_gradients(net, shards, mesh)
@@ -103,15 +107,21 @@ def what_a_rank_holds(folder):
         for shard in optimizer.param_groups[0]["params"]:
             shard.mul_(2)
         losses.append(float(net.loss(batch(0, 0))))
-    net.reshard()
+    reshard_parameters(net)
     weights = full_weights(net, shards, mesh)
-    return held, [(e.name, e.axis, e.shape, e.dtype, e.caller.split(":")[0]) for e in entries], losses, weights
+    collectives = [(e.name, e.axis, e.shape, e.dtype, e.caller.split(":")[0]) for e in entries]
+    return held, collectives, losses, weights, unit_is_shard
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["gathered_twice", "gathered_once"])
+def reshard_after_forward(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory):
+def held(reshard_after_forward, tmp_path_factory):
     folder = tmp_path_factory.mktemp("held")
-    return run_ranks(what_a_rank_holds, 2, folder, folder)
+    return run_ranks(what_a_rank_holds, 2, folder, folder, reshard_after_forward)
 
 
 def test_a_rank_has_its_rows_and_their_optimizer_state(held):
@@ -123,20 +133,62 @@ def test_a_rank_has_its_rows_and_their_optimizer_state(held):
 
 
 def test_a_forward_without_a_backward_leaves_nothing_stale(held):
-    for _, _, (before, after), weights in held:
+    for _, _, (before, after), weights, _ in held:
         net = Net().double()
         net.load_state_dict(weights)
         assert after == pytest.approx(net.loss(batch(0, 0)).item(), rel=1e-14)
         assert after != pytest.approx(before, rel=1e-3)
 
 
-def test_its_collectives_are_in_the_flight_record(held):
+def trained_with_looks(reshard_after_forward):
+    """Two SGD steps of two micro-batches, with forward passes that no backward follows at every point between them."""
+    mesh = make_mesh(dp=2)
+    net, shards = sharded(mesh, reshard_after_forward=reshard_after_forward)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+
+    def look():
+        with torch.no_grad():
+            net.loss(batch(0, 0))
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(2):
+            look()
+            loss = net.loss(batch(mesh["dp"].rank, number))
+            look()
+            loss.backward()
+        sum_gradients(net, shards, mesh)
+        look()
+        optimizer.step()
+    reshard_parameters(net)
+    return full_weights(net, shards, mesh)
+
+
+def test_looks_between_micro_batches_and_steps_change_no_weight(reshard_after_forward, tmp_path):
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for number in range(2):
+                net.loss(batch(rank, number)).backward()
+        optimizer.step()
+    for weights in run_ranks(trained_with_looks, 2, tmp_path, reshard_after_forward):
+        for name, weight in net.named_parameters():
+            torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-12, atol=0, msg=name)
+
+
+def test_a_unit_is_whole_between_forward_and_backward_only_without_resharding(reshard_after_forward, held):
+    for *_, unit_is_shard in held:
+        assert unit_is_shard == (reshard_after_forward, True)
+
+
+def test_its_collectives_are_in_the_flight_record(reshard_after_forward, held):
     """Forward the root (4 and 8 weights, padded to 8 a rank) and the unit (9, padded to 6), backward the unit again."""
-    for _, entries, _, _ in held:
+    for _, entries, *_ in held:
         assert [entry[:4] for entry in entries] == [
             ("gather_parameters", "dp_cp", "8", "float64"),
-            ("gather_parameters", "dp_cp", "6", "float64"),
-            ("gather_parameters", "dp_cp", "6", "float64"),
+            *[("gather_parameters", "dp_cp", "6", "float64")] * (1 + reshard_after_forward),
             ("scatter_gradients", "dp_cp", "16", "float64"),
             ("scatter_gradients", "dp_cp", "12", "float64"),
         ]

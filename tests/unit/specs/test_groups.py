@@ -27,6 +27,7 @@ class TestLayout:
             (LayoutSpec(attention="ring", order="zigzag"), "one rank"),  # has no effect without sharing
             (LayoutSpec(tp=2, kernel="plain", sequence_parallel=True), "tp=2 plain sp"),
             (LayoutSpec(dp=2, shard_parameters=True, checkpointing=True), "dp=2 fsdp checkpointing"),
+            (LayoutSpec(dp=2, shard_parameters=True, reshard_after_forward=False), "dp=2 fsdp no_reshard"),
             (LayoutSpec(checkpointing=True), "one rank checkpointing"),
         ],
     )
@@ -40,6 +41,11 @@ class TestLayout:
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 1}, "shard_ranks = 1 gives each rank a whole copy"),
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 3}, "shard_ranks = 3 does not divide dp"),
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 2, "ep": 2}, "shard_ranks = 2 with ep = 2"),
+            ({"dp": 2, "reshard_after_forward": False}, "reshard_after_forward = False without shard_parameters"),
+            (
+                {"pp": 2, "dp": 2, "shard_parameters": True, "reshard_after_forward": False},
+                "reshard_after_forward = False with pp = 2",
+            ),
             ({"cp": 4, "ulysses": 2}, "ulysses = 2 with attention 'gathered'"),
             ({"cp": 4, "attention": "ulysses", "ulysses": 2}, "attention ulysses takes all of cp"),
             ({"cp": 4, "attention": "hybrid", "ulysses": 3}, "ulysses = 3 does not divide cp = 4"),

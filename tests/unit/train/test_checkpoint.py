@@ -569,6 +569,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "chunk_tokens": 8,
         "keep_bytes": 99,
         "shard_parameters": True,
+        "reshard_after_forward": True,
         "checkpointing": True,
         "sequence_parallel": True,
         "fused_loss": True,

@@ -586,10 +586,10 @@ def test_a_reproducible_run_samples_and_trains_the_same_bits_in_two_layouts(tmp_
             assert [field for field in theirs if not same_bits(mine[field], theirs[field])] == []
 
 
-def scored_and_stepped():
+def scored_and_stepped(reshard_after_forward):
     """Return whether parameters are shards after scoring, and the norms of the same step twice, after a read."""
-    spec = spec_of(layout={"dp": 2, "shard_parameters": True}, online={"old_logprobs": "sampler"})
-    online = online_of(spec, make_mesh(dp=2))
+    layout = {"dp": 2, "shard_parameters": True, "reshard_after_forward": reshard_after_forward}
+    online = online_of(spec := spec_of(layout=layout, online={"old_logprobs": "sampler"}), make_mesh(dp=2))
     policy, spec = online.policy, with_advantages(spec)
     batch, _ = online.sample(0)
     document_logprobs(policy, batch, spec, policy.mesh)
@@ -602,9 +602,10 @@ def scored_and_stepped():
     return shards, norms
 
 
-def test_looking_without_a_backward_leaves_no_gradient_behind(tmp_path):
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_looking_without_a_backward_leaves_no_gradient_behind(reshard_after_forward, tmp_path):
     """Gathered parameters that are not resharded are others than those of the optimizer."""
-    for shards, (first, second) in run_ranks(scored_and_stepped, 2, tmp_path):
+    for shards, (first, second) in run_ranks(scored_and_stepped, 2, tmp_path, reshard_after_forward):
         assert shards
         assert second == pytest.approx(first, rel=1e-12)
 

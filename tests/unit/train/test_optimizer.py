@@ -12,9 +12,9 @@ from tests.helpers.online_runs import done
 from tests.helpers.ranks import run_ranks
 from workbench.errors import SpecError
 from workbench.policy.model import load_policy
+from workbench.sharding.data_parallel import is_shard
 from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
-from workbench.sharding.data_parallel import is_shard
 from workbench.train.optimizer import AdamW, FusedAdamW, LossScale, build_optimizer, eight_bit_moments, round_at_random
 
 

@@ -70,6 +70,7 @@ def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_pa
         "ulysses": 2,
         "sequence_parallel": True,
         "shard_parameters": True,
+        "reshard_after_forward": False,
         "checkpointing": True,
     }
     asked = {"attention": "hybrid"}
