@@ -147,9 +147,9 @@ def test_parts_in_a_recomputed_layer(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_placeholders_are_no_anomaly(monkeypatch):
+def test_placeholders_are_no_anomaly():
     """Torch's search for the first NaN in backward reads them too; without memory of their own they hold anything."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    assert torch.utils.deterministic.fill_uninitialized_memory, "by default"
     lines, before = axes(2, 2), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # which makes it NaN
     try:
