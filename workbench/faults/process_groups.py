@@ -42,7 +42,7 @@ def prediction_recomputed_over_other_group(predicted: Callable, policy: Any, *ar
     for layer in getattr(policy.model.base_model, PREDICTION):
         block = getattr(layer, PREDICTION_LAYER)
         if hasattr(block.forward, "func") and not isinstance(block.forward.args[0], _Recomputed):
-            checkpoint, forward = block.forward.func, block.forward.args[0]  # of `policy.model._checkpoint_layers`
+            checkpoint, forward = block.forward.func, block.forward.args[0]  # of `policy.trunk.checkpoint_layers`
             block.forward = type(block.forward)(checkpoint, _Recomputed(forward, policy.mesh), **block.forward.keywords)
     return predicted(policy, *args, **options)
 

@@ -6,7 +6,6 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
 from workbench.policy.adapters import load_adapters
@@ -32,6 +30,7 @@ from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.stages import Stages, split_stages
 from workbench.policy.tensor_plan import shard_decoder, shard_experts
+from workbench.policy.trunk import Head, Trunk, checkpoint_layers, decoder_layers
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
@@ -426,7 +425,7 @@ def load_policy(
     model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
     if checkpointing:
-        _checkpoint_layers(model)  # of all stages: one may have the head alone
+        checkpoint_layers(model)  # of all stages: one may have the head alone
     stages, shards = split_stages(
         model,
         mesh,
@@ -439,7 +438,7 @@ def load_policy(
     trunk = None
     if shard_parameters:
         # Layers for multi-token prediction may add to the head's gradient after that of the hidden states is complete.
-        trunk = _Trunk(model, stages, _Head.apart(model) if stages is None and not places else None)
+        trunk = Trunk(model, stages, Head.apart(model) if stages is None and not places else None)
         casts = data_parallel.Casts(compute, DTYPES[dtypes.reduction]) if not dtypes.single else None
         shards = data_parallel.shard_parameters(
             trunk,
@@ -472,86 +471,6 @@ def load_policy(
         prediction=places and Prediction(model, *places, Stream(mesh["tp"], sharded=sequence_parallel)),
         lora=adapters,
     )
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    """Layers of a decoder, in order, as `transformers` marks them for checkpointing."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _checkpoint_layers(model: Any) -> None:
-    """Recompute each decoder layer in backward, collectives included, at the same point on every rank.
-
-    The switch of `transformers` does nothing in eval mode, and a policy is in eval mode to have no dropout. The layer's
-    own forward is wrapped, so that names and hooks of the module do not change.
-
-    Raises:
-        SpecError: a model that does not mark its layers.
-    """
-    layers = decoder_layers(model)
-    if not layers:
-        raise SpecError(
-            f"layout.checkpointing with model type {model.config.get_text_config().model_type!r}",
-            found="no decoder layers",
-            rule="layers that transformers marks for checkpointing",
-            fix="leave layout.checkpointing out for this model",
-        )
-    for layer in layers:
-        # A policy has no randomness, so generator states are not saved.
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-class _Trunk(nn.Module):
-    """A model, or one of its stages, whose forward ends at the hidden states; its head stays a submodule."""
-
-    def __init__(self, model: Any, stages: Stages | None = None, head: _Head | None = None) -> None:
-        super().__init__()
-        self.model, self.stages, self.head = model, stages, head
-
-    def forward(self, *stage: int, **inputs: Any) -> Any:
-        if self.stages is not None:
-            return self.stages.forward(*stage, **inputs)
-        out = self.model.base_model(**inputs)
-        if self.head is not None:
-            out.last_hidden_state = self.head(out.last_hidden_state)
-        return out
-
-
-class _Head(nn.Module):
-    """The output head of a model as a unit of its own, which hidden states pass before its weight is read.
-
-    Sharded, its weight is gathered while the last layer computes, and its gradient is summed while backward passes
-    through the layers. With all that is in no layer, the first layer would wait for the one, and the optimizer for the
-    other.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head = head
-
-    @classmethod
-    def apart(cls, model: Any) -> _Head | None:
-        """The head of a model, if it shares no parameter with the rest; else None."""
-        head = model.get_output_embeddings()
-        own, rest = ({id(one) for one in module.parameters()} for module in (head, model.base_model))
-        return None if own & rest else cls(head)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _Passed.apply(hidden)
-
-
-class _Passed(torch.autograd.Function):
-    """The same values in a tensor that is no view: hooks on a view of FSDP2's would not survive a change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.detach()
-
-    @staticmethod
-    def backward(ctx: Any, d_hidden: Tensor) -> Tensor:
-        return d_hidden
 
 
 def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fused_loss: bool = False) -> str:

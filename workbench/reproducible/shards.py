@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.policy.model import Policy, decoder_layers
+from workbench.policy.model import Policy
+from workbench.policy.trunk import decoder_layers
 from workbench.reproducible import parts
 from workbench.reproducible.exact_sums import Accumulator
 from workbench.sharding.collectives import all_sum_, buckets, gather_equal, scatter_sum

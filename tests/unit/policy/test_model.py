@@ -1,4 +1,3 @@
-import functools
 from dataclasses import replace
 
 import pytest
@@ -6,11 +5,11 @@ import torch
 import transformers
 
 from workbench.errors import ShardingError, SpecError
-from workbench.policy import attention, model
+from workbench.policy import attention
 from workbench.policy.attention import SHARDED
 from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.logprobs.engine import count_gemms
-from workbench.policy.model import decoder_layers, load_policy
+from workbench.policy.model import load_policy
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.gradients import full_gradients
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
@@ -188,17 +187,6 @@ def test_an_id_that_a_tokenizer_pads_with_trains_where_it_is_text(tmp_path):
         torch.testing.assert_close(over_tp, alone)
 
 
-def test_layers_are_checkpointed_where_the_last_stage_has_the_head_alone():
-    """A refusal on that rank alone would leave the others waiting for it."""
-
-    def load(mesh):
-        policy = load_policy("tiny-qwen3", mesh=mesh, checkpointing=True)
-        return sum(type(layer.forward) is functools.partial for layer in decoder_layers(policy.model))
-
-    layers = load(single_process_mesh())
-    assert simulate(load, pp=layers + 1) == [1] * layers + [0]
-
-
 WINDOWED = [
     ("Mistral", {"sliding_window": 4}),
     ("Mistral", {"sliding_window": 4096}),
@@ -267,36 +255,6 @@ def test_linear_attention_and_multi_token_prediction_are_refused_by_name(kind, s
         stock = getattr(transformers, f"{kind}ForCausalLM")(config)
     with pytest.raises(SpecError, match=found):
         attention.refuse_unknown(stock)
-
-
-def test_checkpointing_computes_layers_again_and_changes_no_bit():
-    tokens, shard, result = torch.tensor([3, 1, 4, 1, 5]), one_rank([0] * 5), []
-    for checkpointing in (False, True):
-        policy, calls = load_policy("tiny-qwen3", seed=1, checkpointing=checkpointing), []
-        for layer in policy.model.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
-            hidden = policy.hidden_states(tokens, torch.arange(5), shard)
-        hidden.square().sum().backward()
-        result.append(
-            (hidden, [p.grad for p in policy.model.parameters() if p.grad is not None], len(calls), sum(kept))
-        )
-    plain, again = result
-    assert (plain[2], again[2]) == (3, 6)
-    assert again[3] < plain[3] / 4
-    assert torch.equal(plain[0], again[0])
-    assert len(plain[1]) == len(again[1]) > 10
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
-
-
-def test_checkpointing_without_layers_is_refused():
-    class Bare(torch.nn.Linear):
-        base_model = torch.nn.Linear(1, 1)
-        config = tiny_qwen3(19).config
-
-    with pytest.raises(SpecError, match=r"layout\.checkpointing with model type 'qwen3'"):
-        model._checkpoint_layers(Bare(1, 1))
 
 
 @pytest.mark.parametrize(
