@@ -152,15 +152,23 @@ def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:
 
 
 def reshard_parameters(root: nn.Module) -> None:
-    """Reshard parameters that a forward without a backward left gathered.
+    """Reshard parameters that a forward without a backward left gathered, also one that an error ended.
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.reshard()
+    if not units or all(map(is_shard, root.parameters())):
+        return
+    # Units that FSDP2 takes to be in their forward, which an error has ended, and would not reshard after it.
+    for unit in reversed(units):  # inner ones first
+        if not all(map(is_shard, unit.parameters())):
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
+            unit.set_reshard_after_forward(False, recurse=False)
 
 
 def is_shard(value: Any) -> bool:

@@ -178,6 +178,34 @@ def test_looks_between_micro_batches_and_steps_change_no_weight(reshard_after_fo
             torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-12, atol=0, msg=name)
 
 
+def trained_after_an_error(reshard_after_forward):
+    """A step that ends in the forward of its second micro-batch, and is begun again."""
+    mesh = make_mesh(dp=2)
+    net, shards = sharded(mesh, reshard_after_forward=reshard_after_forward)
+    rank = mesh["dp"].rank
+    net.loss(batch(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net.loss(torch.ones(1, 5, dtype=torch.float64))
+    reshard_parameters(net)
+    are_shards = all(map(is_shard, net.parameters()))
+    net.zero_grad()
+    between = []
+    for number in range(2):
+        loss = net.loss(batch(rank, number))
+        between.append((is_shard(net.head.weight), is_shard(net.unit.weight)))
+        loss.backward()
+    sum_gradients(net, shards, mesh)
+    return are_shards, between, full_gradients(net, shards, mesh)
+
+
+def test_a_step_after_one_that_an_error_ended_has_its_own_gradients_only(reshard_after_forward, tmp_path):
+    for are_shards, between, gradients in run_ranks(trained_after_an_error, 2, tmp_path, reshard_after_forward):
+        assert are_shards
+        assert between == [(False, reshard_after_forward)] * 2, "units are kept as before"
+        for name, gradient in one_process(torch.float64, 2).items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-14, atol=0, msg=name)
+
+
 def test_a_unit_is_whole_between_forward_and_backward_only_without_resharding(reshard_after_forward, held):
     for *_, unit_is_shard in held:
         assert unit_is_shard == (reshard_after_forward, True)
