@@ -131,16 +131,29 @@ def shard_parameters(
             sharded.set_all_reduce_hook(functools.partial(_sum_copies, axis=mesh["replica"]))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
+    kept = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
+    root.register_forward_hook(functools.partial(_reshard_after_error, kept), always_call=True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if reshard_after_backward:
-        left = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
 
         def reshard(*inputs: object) -> None:
-            for module in left:
+            for module in kept:
                 module.reshard()
 
         root.register_forward_pre_hook(reshard, prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
+
+
+def _reshard_after_error(kept: Sequence[Any], root: nn.Module, inputs: Any, output: Any) -> None:
+    """Reshard units that stay whole after their forward, if that of the root ended with an error; its forward hook.
+
+    FSDP2 would take them to be in their forward until the next one, and not reshard them.
+    """
+    if output is None:
+        for unit in kept:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
+            unit.set_reshard_after_forward(False, recurse=False)
 
 
 def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:
@@ -152,23 +165,15 @@ def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:
 
 
 def reshard_parameters(root: nn.Module) -> None:
-    """Reshard parameters that a forward without a backward left gathered, also one that an error ended.
+    """Reshard parameters that a forward without a backward left gathered.
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.reshard()
-    if not units or all(map(is_shard, root.parameters())):
-        return
-    # Units that FSDP2 takes to be in their forward, which an error has ended, and would not reshard after it.
-    for unit in reversed(units):  # inner ones first
-        if not all(map(is_shard, unit.parameters())):
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.reshard()
-            unit.set_reshard_after_forward(False, recurse=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_shard(value: Any) -> bool:
