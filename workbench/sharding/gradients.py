@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.errors import ShardingError
 from workbench.sharding.collectives import all_sum, all_sum_, gather_many
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.early_sums import EarlySums
@@ -187,8 +188,22 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _local(value: Any, shard: ParameterShard) -> Tensor:
-    """This rank's shard of a parameter or its gradient; shares memory. Cheapest without autograd."""
-    return (value.to_local() if shard.over_dp_cp else value).detach()
+    """This rank's shard of a parameter or its gradient; shares memory. Cheapest without autograd.
+
+    Raises:
+        ShardingError: FSDP2 has not resharded it.
+    """
+    if not shard.over_dp_cp:
+        return value.detach()
+    if not is_shard(value):
+        raise ShardingError(
+            "a step with sharded parameters",
+            found="parameters that are still gathered when backward is over",
+            rule="every backward passes through the hidden states, and ends without an error",
+            fix="load the policy again after an error in a backward; to train a head alone, adapt it "
+            "(lora.target_modules: [lm_head]) instead of detaching its input",
+        )
+    return value.to_local().detach()
 
 
 def local_values(value: Any) -> Tensor:

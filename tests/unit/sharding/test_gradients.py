@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.helpers.ranks import run_ranks
+from workbench.errors import ShardingError
 from workbench.policy.model import load_policy
 from workbench.sharding import collectives
 from workbench.sharding.gradients import (
@@ -19,7 +20,7 @@ from workbench.sharding.gradients import (
     trained_parameters,
     weight_norms,
 )
-from workbench.sharding.mesh import make_mesh, world_axis
+from workbench.sharding.mesh import make_mesh, single_process_mesh, world_axis
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
 
@@ -242,3 +243,11 @@ def test_norms_of_weights_are_those_of_the_whole_model_on_every_rank(sizes):
     expected = {name: float(value.detach().norm()) for name, value in whole.named_parameters()}
     for found in simulate(norms, **sizes):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_parameters_that_an_error_left_gathered_are_refused():
+    net = nn.Linear(2, 1, bias=False)
+    net(torch.ones(1, 2)).sum().backward()
+    shards = {"weight": ParameterShard(over_dp_cp=True)}
+    with pytest.raises(ShardingError, match=r"still gathered[\s\S]*load the policy again"):
+        sum_gradients(net, shards, single_process_mesh())
