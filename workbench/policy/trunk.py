@@ -1,6 +1,6 @@
-"""What of a decoder computes hidden states: its layers, recomputed in backward if asked, and where its head joins.
+"""Trunk of a decoder, which computes hidden states: layers, recomputed in backward if asked, and the head as a unit.
 
-A trunk with its head are what FSDP2 shards as a whole; see `workbench.sharding.data_parallel`.
+FSDP2 shards a trunk with its head as a whole; see `workbench.sharding.data_parallel`.
 """
 
 from __future__ import annotations
