@@ -188,7 +188,7 @@ def drawn_heads() -> str:
         for name, work in record["workloads"].items()
     ]
     count = sum(bar["holds"] for bar in record["bars"].values())
-    missed = [f"{name} {bar['median']:.3f}" for name, bar in record["bars"].items() if not bar["holds"]]
+    missed = "; ".join(f"{name} {bar['median']:.3f}" for name, bar in record["bars"].items() if not bar["holds"])
     seen = {
         "before": "They were no longer unseen: kernels had been compared by hand at these sizes, too.",
         "after": "Nothing was measured at these before; kernels have been compared there by hand since.",
@@ -215,8 +215,9 @@ def drawn_heads() -> str:
             rows,
             right=range(1, 9),
         ),
-        f"{count} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). Missed: "
-        f"{'; '.join(missed)}. The caller tells how many tokens are computed (`expected_rows`), as a trainer can; "
+        f"{count} of {len(record['bars'])} bars hold (1.03, and 1.05 for D and drawn sizes; 1.02; 1.05). "
+        + (f"Missed: {missed}. " if missed else "")
+        + "The caller tells how many tokens are computed (`expected_rows`), as a trainer can; "
         "*counted*: the host counts them in a copy, and the device has nothing to do until that and the first chunk "
         "are queued. The launches of a loss take as long for a small head as for a large one.",
         _source("head/drawn.json", None, f"python -m experiments.head.drawn --seed {record['seed']}"),
@@ -429,6 +430,11 @@ def two_gpus() -> str:
     return _fast_layouts(record, "two_gpus", "Layouts on two GPUs with fast kernels", "the step above", pipeline="pp2")
 
 
+def _balance(plan: Mapping[str, Any]) -> str:
+    """How dealt rows are balanced, if not by their tokens alone; plans before that setting have none."""
+    return ", `data.balance: work`" if plan.get("balance") == "work" else ""
+
+
 def four_gpus() -> str:
     """Layouts of four GPUs with fast kernels."""
     record = _record("gpu_layouts/four_gpus.json")
@@ -439,9 +445,9 @@ def four_gpus() -> str:
         "four_gpus",
         "Layouts on four GPUs with fast kernels",
         "the same step",
-        f"*one_row*: the documents are dealt to one row of each dp rank (`data.micro_batches: 1`), so that a rank has "
-        f"as many tokens at a time as one rank has; the others fill rows of 32k tokens in order, of which each cp or "
-        f"tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head.",
+        f"*one_row*: the documents are dealt to one row of each dp rank (`data.micro_batches: 1`{_balance(plan)}), so "
+        f"that a rank has as many tokens at a time as one rank has; the others fill rows of 32k tokens in order, of "
+        f"which each cp or tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head.",
         pipeline="pp4_by_cost",
     )
 

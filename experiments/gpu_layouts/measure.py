@@ -108,9 +108,11 @@ class Plan(_Model):
     decoder_layers: int | None = None
     """Of the model; None: as many as its published architecture has."""
     micro_batches: dict[str, int] = {}
-    """Layout -> rows of each dp rank, among which documents are dealt to nearly equal lengths. The others fill rows of
+    """Layout -> rows of each dp rank, among which documents are dealt (`balance`). The others fill rows of
     `Workload.row_tokens` in the order of the documents. Ranks of cp have a part of each row each: with one row for cp
     rows of the others, a rank has as many tokens at a time as one rank of dp, and launches as few kernels."""
+    balance: Literal["tokens", "work"] = "tokens"
+    """What dealt rows have nearly equally much of."""
 
     def entries(self, ranks: int) -> list[str]:
         """Workload and layout of every measurement on ``ranks`` ranks, those of one policy next to each other."""
@@ -329,7 +331,9 @@ class Rank:
                 "model": {"source": str(self.folder / "model")},
                 "policy": {"fused_loss": True},
                 "layout": layout.model_dump(),
-                "data": {"micro_batches": micro_batches} if micro_batches else {"micro_batch_tokens": row_tokens},
+                "data": {"micro_batches": micro_batches, "balance": self.plan.balance}
+                if micro_batches
+                else {"micro_batch_tokens": row_tokens},
                 "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
                 "precision": workload.truth.precision if truth else workload.precision,
                 "optimizer": {"learning_rate": 0.0, "weight_decay": 0.0},

@@ -75,9 +75,9 @@ def test_attention_masks_of_all_ranks_are_the_mask_of_the_row(plan, data):
         assert local.any(1).all(), "no query may be without a key"
 
 
-@given(batches(), st.integers(1, 4), st.integers(1, 8), st.integers(1, 5))
-def test_packing_loses_and_invents_nothing(batch, rows, multiple, document_multiple):
-    packed = pack(batch, rows=rows, multiple_of=multiple, document_multiple_of=document_multiple)
+@given(batches(), st.integers(1, 4), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["tokens", "work"]))
+def test_packing_loses_and_invents_nothing(batch, rows, multiple, document_multiple, balance):
+    packed = pack(batch, rows=rows, multiple_of=multiple, document_multiple_of=document_multiple, balance=balance)
     assert len(packed) == rows
     assert all(row.num_tokens % multiple == 0 and row.num_tokens > 0 for row in packed)
     source = torch.cat([row.source_T[row.source_T != PADDING] for row in packed])

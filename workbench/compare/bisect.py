@@ -259,16 +259,16 @@ def _both_traced(
     return all(run.status == "succeeded" and run.spec.certified for run in runs)
 
 
-def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
-    """Data settings that give both the same number of rows; {} for no change, or for micro_batch_tokens."""
+def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int | str]]:
+    """Data settings that give both the same rows; {} for no change, or for micro_batch_tokens."""
     if any(spec.data.micro_batch_tokens for spec in specs):
         return [{}, {}]
     rows = math.lcm(*(spec.layout.dp * spec.data.micro_batches for spec in specs))
-    counts = [rows // spec.layout.dp for spec in specs]
-    return [
-        {} if spec.data.micro_batches == count else {"micro_batches": count}
-        for spec, count in zip(specs, counts, strict=True)
-    ]
+    changes: list[dict[str, int | str]] = []
+    for spec in specs:
+        same = {"micro_batches": rows // spec.layout.dp, "balance": specs[0].data.balance}
+        changes.append({name: value for name, value in same.items() if getattr(spec.data, name) != value})
+    return changes
 
 
 def _steps(sources: Sequence[RunSpec | RunDirectory], bounds: Sequence[int]) -> int:
@@ -340,8 +340,8 @@ def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int
             f"bisect {names[0]} and {names[1]}",
             found=f"rows of other tokens ({len(rows)} and {len(others)} rows)",
             rule="both have the same documents in the same rows, padded alike",
-            fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
-            "an order that does not pad inside a row",
+            fix="give both the same data.path, data.documents_per_step, dp * data.micro_batches and "
+            "data.balance, and an order that does not pad inside a row",
         )
     left: list[list[str] | None] = list(others)
     pairs = []

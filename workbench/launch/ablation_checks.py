@@ -102,7 +102,7 @@ _OF_BITS = {
     "rule": "bits are compared step by step: both take as many steps of the same rows, in one precision and in the "
     "same pieces",
     "fix": "set steps, precision and reproducible in `base`; give each layout data.micro_batches with the same product "
-    "of dp and data.micro_batches, or all of them one data.micro_batch_tokens",
+    "of dp and data.micro_batches, and one data.balance, or all of them one data.micro_batch_tokens",
 }
 
 
@@ -110,7 +110,8 @@ def _rows(spec: RunSpec) -> str:
     """Rows of a step, as far as the settings tell."""
     if spec.data.micro_batch_tokens is not None:
         return f"of {spec.data.micro_batch_tokens} tokens"
-    return f"{spec.layout.dp * spec.data.micro_batches} (dp * data.micro_batches)"
+    rows = f"{spec.layout.dp * spec.data.micro_batches} (dp * data.micro_batches)"
+    return rows if spec.data.balance == "tokens" else f"{rows} with data.balance {spec.data.balance}"
 
 
 def unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:

@@ -6,7 +6,7 @@ factor that depends on the layout. Here it raises if it is read before it is sum
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import Tensor
@@ -42,6 +42,10 @@ class Scalar:
         for axis in sorted(self.partial_over):
             value = all_sum(value, mesh[axis])
         return Scalar(value, frozenset())
+
+    def detach(self) -> Scalar:
+        """Return it without its graph, which is freed with the last tensor of it."""
+        return replace(self, value=self.value.detach())
 
     def __add__(self, other: Scalar) -> Scalar:
         if not isinstance(other, Scalar) or other.partial_over != self.partial_over:

@@ -302,6 +302,9 @@ class DataSpec(Group):
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Maximum tokens of a row. Micro-batches of this size are filled, on all data-parallel ranks in turn, until the
     step has its documents, in as many micro-batches as needed; `micro_batches` must stay 1."""
+    balance: Literal["tokens", "work"] = "tokens"
+    """What `micro_batches` have nearly equally much of: tokens; or work, which is tokens and attention (the squares of
+    the lengths), so that no data-parallel rank waits for the one with the longest documents."""
     advantages: AdvantageSpec = AdvantageSpec()
     """The source of advantages."""
     keep_groups: bool = False
@@ -314,6 +317,11 @@ class DataSpec(Group):
         if self.micro_batch_tokens is not None and self.micro_batches != 1:
             raise ValueError(
                 "micro_batches is the number of rows of a rank, micro_batch_tokens the size of a row; give one of them"
+            )
+        if self.micro_batch_tokens is not None and self.balance != "tokens":
+            raise ValueError(
+                "balance is that of micro_batches; micro_batch_tokens fills rows in the order of the documents: leave "
+                "one of them out"
             )
         return self
 

@@ -196,6 +196,7 @@ def pack_step(
             multiple_of=multiple_of,
             document_multiple_of=needed.document,
             group_labels_N=labels_N,
+            balance=data.balance,
         )
     return fill(
         batch,

@@ -247,7 +247,7 @@ def run_step(
         inputs = local.with_support_measures(inputs, policy, hidden_TD, level)
 
         def measure() -> None:
-            parts.append(scalars)
+            parts.append({name: scalar.detach() for name, scalar in scalars.items()})
             measured = inputs if loss_spec is None else prepare_inputs(inputs, loss_spec)
             metrics.append(
                 policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
@@ -259,6 +259,15 @@ def run_step(
 
         return totals.scale * policy.loss_scale * scalars["total"].value, measure
 
+    def pass_row(number: int, local: LocalRow) -> None:
+        """Pass a row forward and backward. Its graph is freed on return: later, the device would wait for that."""
+        routes = None if routers is None else routers.begin(number)
+        scaled, measure = row_loss(local, local.hidden_states(policy, routes))
+        of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
+        with contextlib.nullcontext() if early is None else early.during(last=number + 1 == len(rows)):
+            torch.autograd.backward([scaled, *of_routers])
+        measure()
+
     policy.reshard()
     policy.model.zero_grad(set_to_none=True)
     early = strategy.early_sums(policy)
@@ -268,12 +277,7 @@ def run_step(
         if policy.stages is not None:
             run_stages(policy, rows, row_loss, routers)
         for number, local in enumerate(rows if policy.stages is None else ()):
-            routes = None if routers is None else routers.begin(number)
-            scaled, measure = row_loss(local, local.hidden_states(policy, routes))
-            of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
-            with contextlib.nullcontext() if early is None else early.during(last=number + 1 == len(rows)):
-                torch.autograd.backward([scaled, *of_routers])
-            measure()
+            pass_row(number, local)
     norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics, early)
     numbers, evidence = split_evidence(numbers)
     loads_LE = None if routers is None else routers.loads()

@@ -249,6 +249,10 @@ class TestRefusals:
         [
             ("layout: {dp: 2}", "rows 2 (dp * data.micro_batches) against 1 (dp * data.micro_batches)"),
             ("data: {micro_batch_tokens: 64}", "rows of 64 tokens against 1 (dp * data.micro_batches)"),
+            (
+                "data: {balance: work}",
+                "rows 1 (dp * data.micro_batches) with data.balance work against 1 (dp * data.micro_batches)",
+            ),
             ("reproducible: {bits: 40}", "reproducible block_tokens=8 bits=40 against block_tokens=8"),
         ],
     )

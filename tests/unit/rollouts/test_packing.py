@@ -1,11 +1,14 @@
 """Packing: every document in exactly one row, whole; rows are level, padded, never empty."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.packing import deal, fill, pack
+from workbench.rollouts.packing import EVEN, LEAST_CHANGE, deal, fill, level, pack
 
 
 def make_batch(lengths) -> RolloutBatch:
@@ -77,6 +80,86 @@ def test_labelled_documents_share_a_row():
     assert documents_of(pack(batch, rows=3, group_labels_N=pairs)) == [[0, 1], [2, 3], [4, 5]]
     apart = torch.tensor([1, 2, 2, 3, 3, 1])
     assert documents_of(pack(batch, rows=3, group_labels_N=apart)) == [[0, 5], [1, 2], [3, 4]]
+
+
+def excess(rows):
+    """Largest tokens, and squared lengths, of a row over those of the mean one."""
+    of_rows = [[float(row.lengths_N.sum()) for row in rows], [float((row.lengths_N**2).sum()) for row in rows]]
+    return [max(values) * len(values) / sum(values) for values in of_rows]
+
+
+def test_rows_of_equal_work_have_equal_attention_too():
+    draw = random.Random(1)
+    batch = make_batch([round(2 ** draw.uniform(3, 8)) for _ in range(40)])
+    plain, level_rows = pack(batch, rows=4), pack(batch, rows=4, balance="work")
+    assert excess(plain)[1] > 1.04
+    assert max(excess(level_rows)) < 1.02
+    assert sorted(number for row in documents_of(level_rows) for number in row) == list(range(40))
+    assert [row.tokens_T.tolist() for row in level_rows] == [sorted(row.tokens_T.tolist()) for row in level_rows], (
+        "within a row documents keep their order"
+    )
+
+
+def test_work_is_that_of_tokens_where_one_document_has_most_of_it():
+    rows = pack(make_batch([64, 2, 2, 2, 2, 2, 2]), rows=2, balance="work")
+    assert documents_of(rows) == [[0], [1, 2, 3, 4, 5, 6]]
+
+
+def test_documents_with_a_label_change_places_together():
+    draw = random.Random(2)
+    batch = make_batch([draw.randint(1, 60) for _ in range(24)])
+    pairs = torch.arange(24) // 2
+    rows = documents_of(pack(batch, rows=3, group_labels_N=pairs, balance="work"))
+    assert rows != documents_of(pack(batch, rows=3, group_labels_N=pairs))
+    assert all(sorted(set(row) ^ {number ^ 1 for number in row}) == [] for row in rows)
+
+
+def unevenness(costs, row_of, rows):
+    """Sum over rows and costs of the squared share of the mean row, one row at a time: the slow way."""
+    return sum(
+        (sum(cost for cost, at in zip(of_items, row_of, strict=True) if at == row) * rows / sum(of_items)) ** 2
+        for of_items in costs
+        for row in range(rows)
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_change_is_left_that_would_level_a_row_with_too_much(seed):
+    draw = random.Random(seed)
+    rows, items = draw.randint(2, 4), draw.randint(1, 14)
+    lengths = [draw.randint(1, 50) for _ in range(items)]
+    costs = [lengths, [length**2 for length in lengths]]
+    start = [draw.randrange(rows) for _ in range(items)]
+    found = level(np.array(costs, dtype=float), start, rows)
+    least = unevenness(costs, found, rows)
+    assert least <= unevenness(costs, start, rows)
+    for item in range(items):
+        of_row = [
+            sum(cost for cost, at in zip(of_items, found, strict=True) if at == found[item]) * rows / sum(of_items)
+            for of_items in costs
+        ]
+        if max(of_row) < 1 + EVEN:
+            continue
+        for row in range(rows):
+            assert unevenness(costs, [*found[:item], row, *found[item + 1 :]], rows) > least - 2 * LEAST_CHANGE
+        for other in range(items):
+            swapped = list(found)
+            swapped[item], swapped[other] = found[other], found[item]
+            assert unevenness(costs, swapped, rows) > least - 2 * LEAST_CHANGE
+
+
+def test_many_rows_are_level_within_moments():
+    draw = random.Random(3)
+    lengths = [2 ** draw.uniform(6, 11) for _ in range(2000)]
+    costs = np.array([lengths, [length**2 for length in lengths]])
+    totals = np.array([np.bincount(level(costs, [n % 100 for n in range(2000)], 100), each, 100) for each in costs])
+    assert (totals / totals.mean(1, keepdims=True)).max() < 1.01
+
+
+def test_nothing_is_levelled_without_cost():
+    assert level(np.zeros((2, 3)), [0, 1, 1], 2) == [0, 1, 1]
+    assert level(np.zeros((2, 0)), [], 2) == []
+    assert level(np.ones((2, 3)), [0, 0, 0], 1) == [0, 0, 0]
 
 
 def test_micro_batches_are_taken_in_order_until_no_document_is_left():

@@ -79,7 +79,12 @@ def unequal(spec, settings, prefix=""):
 
 NEWER = (
     {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
-    | {"layout.stage_layers": [], "layout.shard_ranks": 0, "layout.reshard_after_forward": True}
+    | {
+        "layout.stage_layers": [],
+        "layout.shard_ranks": 0,
+        "layout.reshard_after_forward": True,
+        "data.balance": "tokens",
+    }
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}

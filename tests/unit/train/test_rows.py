@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.batches import nasty_documents
 from workbench.errors import SpecError
+from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
@@ -143,6 +144,23 @@ def test_as_many_micro_batches_are_taken_as_the_documents_need(tokens):
 def test_rows_are_cut_in_one_way():
     with pytest.raises(ValueError, match="give one of them"):
         RunSpec(data={"micro_batches": 2, "micro_batch_tokens": 8})
+    with pytest.raises(ValueError, match="balance is that of micro_batches"):
+        RunSpec(data={"balance": "work", "micro_batch_tokens": 8})
+
+
+def test_rows_of_equal_work_train_the_same_policy():
+    batch = RolloutBatch.from_documents([document for _ in range(4) for document in nasty_documents(4)])
+    policy = load_policy("tiny-qwen3", precision="float64")
+    results, rows = {}, {}
+    for balance in ("tokens", "work"):
+        spec = RunSpec(precision="float64", data={"micro_batches": 3, "balance": balance})
+        rows[balance], totals = flow.prepare_rows(batch, spec, policy.mesh)
+        loss = flow.build_loss(spec.loss)
+        results[balance] = flow.run_step(policy, loss, rows[balance], totals, keep_gradients=True)
+    dealt = [[sorted(local.row.source_T.tolist()) for local in some] for some in rows.values()]
+    assert dealt[0] != dealt[1]
+    for name, gradient in results["tokens"].gradients.items():
+        torch.testing.assert_close(results["work"].gradients[name], gradient, rtol=0, atol=1e-13)
 
 
 def test_rows_are_counted_by_their_first_target():

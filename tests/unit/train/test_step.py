@@ -1,5 +1,7 @@
 """Behaviour of the step beyond its numbers, which tests/parity compares with the oracle."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.helpers.batches import nasty_documents
 from workbench.losses import Term
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
+from workbench.sharding.gradients import gradient_norms
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 
@@ -97,6 +100,42 @@ def test_a_step_forgets_the_gradients_of_the_one_before():
     )
     for name, gradient in first.items():
         torch.testing.assert_close(second[name], gradient, rtol=0, atol=1e-13)
+
+
+class Marked(torch.autograd.Function):
+    """Passes hidden states on, and keeps an object as long as the graph is kept."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD, kept):
+        ctx.kept = kept
+        return hidden_TD.clone()
+
+    @staticmethod
+    def backward(ctx, gradient_TD):
+        return gradient_TD, None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl": {"coefficient": 0.1}}])
+def test_the_graph_is_freed_before_the_host_waits_for_the_norms(monkeypatch, fused, settings):
+    spec, batch, _ = fixture(loss=settings, data={"micro_batches": 2})
+    policy = load_policy("tiny-qwen3", precision="float64", fused_loss=fused)
+    forward, graphs, alive = policy.hidden_states, [], []
+
+    def hidden_states(*inputs, **options):
+        kept = type("Kept", (), {})()
+        graphs.append(weakref.ref(kept))
+        return Marked.apply(forward(*inputs, **options), kept)
+
+    def norms(*inputs):
+        alive.extend(graph() is not None for graph in graphs)
+        return gradient_norms(*inputs)
+
+    monkeypatch.setattr(policy, "hidden_states", hidden_states)
+    monkeypatch.setattr(flow, "gradient_norms", norms)
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, level="full", loss_spec=spec.loss, fused=fused)
+    assert alive == [False, False]
 
 
 def test_a_runs_own_clip_decision_is_recorded_next_to_the_applied_one():
