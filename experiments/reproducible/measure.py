@@ -409,6 +409,7 @@ class Rank:
             layout.tp,
             layout.shard_parameters,
             layout.reshard_after_forward,
+            layout.unit_layers,
             layout.checkpointing,
         )
         if self._policy is None or self._policy[0] != key:
@@ -425,6 +426,7 @@ class Rank:
                     implementation="auto",
                     shard_parameters=layout.shard_parameters,
                     reshard_after_forward=layout.reshard_after_forward,
+                    unit_layers=layout.unit_layers,
                     checkpointing=layout.checkpointing,
                 ),
             )

@@ -34,6 +34,7 @@ def train(
         temperature=spec.policy.temperature or 1.0,
         shard_parameters=layout.shard_parameters,
         reshard_after_forward=layout.reshard_after_forward,
+        unit_layers=layout.unit_layers,
         checkpointing=layout.checkpointing,
     )
     with reproducible_mode(policy, spec):

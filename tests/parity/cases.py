@@ -41,6 +41,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         keep_bytes=spec.policy.keep_bytes,
         shard_parameters=layout.shard_parameters,
         reshard_after_forward=layout.reshard_after_forward,
+        unit_layers=layout.unit_layers,
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,

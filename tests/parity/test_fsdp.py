@@ -42,7 +42,7 @@ HOW = {
     "sharded": SHARDED,
     "sharded, kept": SHARDED | KEPT,
     "sharded, computed again": AGAIN,
-    "sharded, computed again, kept": AGAIN | KEPT,
+    "sharded, computed again, kept, two layers together": AGAIN | KEPT | {"unit_layers": 2},
     "copies": COPIES,
     "copies, kept": COPIES | KEPT,
 }
@@ -68,6 +68,7 @@ def train(given, documents):
         seed=spec.model.seed,
         shard_parameters=layout.shard_parameters,
         reshard_after_forward=layout.reshard_after_forward,
+        unit_layers=layout.unit_layers,
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,

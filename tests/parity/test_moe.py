@@ -30,7 +30,14 @@ SHARED = {
 MORE = {
     "ep2_of_dp2": {"dp": 2, "ep": 2},
     "ep2_of_dp2_sharded": {"dp": 2, "ep": 2, "shard_parameters": True, "checkpointing": True},
-    "ep2_of_dp2_cp2_kept": {"dp": 2, "cp": 2, "ep": 2, "shard_parameters": True, "reshard_after_forward": False},
+    "ep2_of_dp2_cp2_kept": {
+        "dp": 2,
+        "cp": 2,
+        "ep": 2,
+        "shard_parameters": True,
+        "reshard_after_forward": False,
+        "unit_layers": 2,
+    },
     "ep2_of_dp2_cp2": {"dp": 2, "cp": 2, "ep": 2, "attention": "ring"},
     "ep4_of_dp4": {"dp": 4, "ep": 4},
     "ep4_of_dp2_cp2": {"dp": 2, "cp": 2, "ep": 4},

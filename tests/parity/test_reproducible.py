@@ -29,7 +29,7 @@ LAYOUTS = {
     "dp4_sharded": {"dp": 4, "shard_parameters": True, "checkpointing": True},
     "cp2_tp2": {"cp": 2, "tp": 2},
     "dp2_cp2_sharded": {"dp": 2, "cp": 2, "order": "balanced", "block_tokens": BLOCK, "shard_parameters": True},
-    "dp2_sharded_kept": {"dp": 2, "shard_parameters": True, "reshard_after_forward": False},
+    "dp2_sharded_kept": {"dp": 2, "shard_parameters": True, "reshard_after_forward": False, "unit_layers": 2},
     "dp2_tp2": {"dp": 2, "tp": 2},
     "dp2_tp2_sharded": {"dp": 2, "tp": 2, "shard_parameters": True},
     "dp2_checkpointing": {"dp": 2, "checkpointing": True},

@@ -353,6 +353,7 @@ def load_policy(
     keep_bytes: int = 0,
     shard_parameters: bool = False,
     reshard_after_forward: bool = True,
+    unit_layers: int = 1,
     sequence_parallel: bool = False,
     checkpointing: bool = False,
     fused_loss: bool = False,
@@ -382,6 +383,7 @@ def load_policy(
         keep_bytes: how much these may save for backward.
         shard_parameters: shard parameters over dp x cp; see `workbench.sharding.data_parallel`.
         reshard_after_forward: gather sharded weights again for backward; pipeline stages keep them in any case.
+        unit_layers: neighbouring layers that are gathered together.
         sequence_parallel: each tp rank holds 1 / tp of the tokens between sharded layers.
         checkpointing: save no activations inside a decoder layer; recompute them in backward.
         fused_loss: loss and gradient are computed in one pass over the head, which needs chunks.
@@ -449,6 +451,7 @@ def load_policy(
             reshard_after_forward=reshard_after_forward and stages is None,
             reshard_after_backward=stages is None,
             last=trunk.head,
+            unit_layers=unit_layers,
         )
     else:
         model = model.to(mesh.device)

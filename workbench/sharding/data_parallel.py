@@ -15,6 +15,7 @@ Source: PyTorch FSDP, arXiv 2304.11277 (hybrid sharding: section 3.2.2); FSDP2's
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ NEEDED = (
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
     "set_all_reduce_hook",
+    "set_modules_to_forward_prefetch",
 )
 """Methods that FSDP2 must have: without the first two it averages."""
 
@@ -57,6 +59,7 @@ def shard_parameters(
     reshard_after_forward: bool = True,
     reshard_after_backward: bool = True,
     last: nn.Module | None = None,
+    unit_layers: int = 1,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
 
@@ -71,8 +74,9 @@ def shard_parameters(
     Call ``root`` for the forward. Parameters in no unit (embedding, last norm, a tied output head) are gathered when it
     starts and stay whole until the following backward is over, so a head that is read but not called works, and tied
     weights stay tied. ``last`` is a further unit, which stays whole from its call to its backward: an output head that
-    is passed before it is read. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create
-    the optimizer afterwards: it then holds the shards, in their own dtype whatever the casts.
+    is passed before it is read. ``unit_layers`` neighbours among the units are gathered and freed as one: fewer calls
+    of the host, and the memory of as many. Gradients are reduced in every backward; micro-batches accumulate in the
+    shards. Create the optimizer afterwards: it then holds the shards, in their own dtype whatever the casts.
 
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
     inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
@@ -109,12 +113,16 @@ def shard_parameters(
     copies = mesh["replica"].group is not None
     own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
     of_last = [] if last is None else [(last, own)]
-    pieces: list[tuple[Any, Axis]] = [*over_edp, *((unit, own) for unit in units), *of_last, (root, own)]
+    together = [units[start : start + unit_layers] for start in range(0, len(units), unit_layers)]
+    firsts = [unit[0] for unit in together]  # of modules that are one unit, the first answers for all
+    pieces: list[tuple[Any, Axis]] = [*over_edp, *((first, own) for first in firsts), *of_last, (root, own)]
+    with_others = dict(zip(firsts, together, strict=True))
     for module, axis in pieces:
         device_mesh = device_mesh_of(axis, mesh.device.type)
         reshards = reshard_after_forward and module is not last
-        sharded: Any = fully_shard(  # Any: versions of torch type its methods differently
-            module,
+        sharded: Any = module  # Any: versions of torch type its methods differently
+        fully_shard(
+            list(with_others.get(module, [module])),
             mesh=device_mesh,
             mp_policy=policy,
             reshard_after_forward=None if reshards else False,  # None: True for units, and False for the root
@@ -131,8 +139,11 @@ def shard_parameters(
             sharded.set_all_reduce_hook(functools.partial(_sum_copies, axis=mesh["replica"]))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
+    ahead = _GathersAhead()
+    if reshard_after_backward:
+        ahead.queue([root, *firsts, *([] if last is None else [last])], with_others, list(experts.values()))
     kept = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
-    root.register_forward_hook(functools.partial(_reshard_after_error, kept), always_call=True)
+    root.register_forward_hook(functools.partial(_reshard_after_error, kept, ahead), always_call=True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if reshard_after_backward:
 
@@ -144,12 +155,49 @@ def shard_parameters(
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
-def _reshard_after_error(kept: Sequence[Any], root: nn.Module, inputs: Any, output: Any) -> None:
-    """Reshard units that stay whole after their forward, if that of the root ended with an error; its forward hook.
+class _GathersAhead:
+    """Gathers of units that are queued when the forward of the one before begins, and those whose own has not begun.
 
-    FSDP2 would take them to be in their forward until the next one, and not reshard them.
+    Without it a gather is queued when its own unit begins, and hides behind others only if the host is ahead of the
+    device by the time that it takes: at 0.6 B it is not.
+    """
+
+    def __init__(self) -> None:
+        self.on_their_way: list[Any] = []
+
+    def queue(
+        self, in_order: Sequence[Any], with_others: Mapping[Any, Sequence[nn.Module]], experts: Sequence[nn.Module]
+    ) -> None:
+        """Let each unit queue the gathers of the experts inside it, and of the next unit."""
+        queued: dict[Any, list[Any]] = {last: [] for last in (*experts, in_order[-1])}
+        for unit, following in itertools.pairwise(in_order):
+            modules = (module for layer in with_others.get(unit, ()) for module in layer.modules())
+            inside = [module for module in modules if module in experts]
+            queued[unit] = [*inside, following]
+        for unit, others in queued.items():
+            if others:
+                unit.set_modules_to_forward_prefetch(others)
+            unit.register_forward_pre_hook(functools.partial(self._begin, others))
+
+    def _begin(self, queued: Sequence[Any], unit: nn.Module, inputs: Any) -> None:
+        self.on_their_way = [one for one in self.on_their_way if one is not unit] + list(queued)
+
+    def drop(self) -> None:
+        """Await the gathers that are on their way, and free their weights."""
+        for unit in self.on_their_way:
+            unit.unshard()  # awaits the gather that is queued already
+            unit.reshard()
+        self.on_their_way = []
+
+
+def _reshard_after_error(kept: Sequence[Any], ahead: _GathersAhead, root: nn.Module, inputs: Any, output: Any) -> None:
+    """Reshard what a forward of the root that ended with an error left whole, or on its way; its forward hook.
+
+    FSDP2 would take units that stay whole after their forward to be in it until the next one, and would use weights
+    that were gathered before an optimizer step after it.
     """
     if output is None:
+        ahead.drop()
         for unit in kept:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()

@@ -74,6 +74,9 @@ class LayoutSpec(Group):
     reshard_after_forward: bool = True
     """With shard_parameters: free the gathered weights of a decoder layer after its forward and gather them again for
     its backward. False keeps them in between: one gather less, for memory of all layers' gathered weights."""
+    unit_layers: int = Field(1, ge=1)
+    """With shard_parameters: neighbouring decoder layers that are one unit of FSDP2, gathered and freed together. More
+    of them cost the memory of as many layers, and fewer calls of the host, which small layers wait for."""
     checkpointing: bool = False
     """Activation checkpointing of decoder layers: recompute their activations in backward."""
 
@@ -137,6 +140,16 @@ class LayoutSpec(Group):
                 "reshard_after_forward = False without shard_parameters: whole parameters are never gathered; leave it "
                 "out, or shard parameters"
             )
+        if self.unit_layers > 1 and not self.shard_parameters:
+            raise ValueError(
+                f"unit_layers = {self.unit_layers} without shard_parameters: whole parameters are never gathered; "
+                "leave it out, or shard parameters"
+            )
+        if self.unit_layers > 1 and self.pp > 1:
+            raise ValueError(
+                f"unit_layers = {self.unit_layers} with pp = {self.pp}: pipeline stages gather each layer once a step; "
+                "leave it out"
+            )
         if not self.reshard_after_forward and self.pp > 1:
             raise ValueError(
                 f"reshard_after_forward = False with pp = {self.pp}: pipeline stages keep gathered parameters from a "
@@ -191,6 +204,7 @@ class LayoutSpec(Group):
             "fsdp": self.shard_parameters and not self.shard_ranks,
             f"hsdp={self.shard_ranks}": bool(self.shard_ranks),
             "no_reshard": not self.reshard_after_forward,
+            f"unit_layers={self.unit_layers}": self.unit_layers > 1,
             "checkpointing": self.checkpointing,
         }
         parts += [label for label, shown in labels.items() if shown]

@@ -157,6 +157,7 @@ ADDED_SETTINGS = (
     "layout.stage_layers",
     "layout.shard_ranks",
     "layout.reshard_after_forward",
+    "layout.unit_layers",
     "data.balance",
     "record.certificate",
     "record.checkpoint_every",

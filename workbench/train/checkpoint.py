@@ -69,6 +69,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         keep_bytes=head.keep_bytes,
         shard_parameters=layout.shard_parameters,
         reshard_after_forward=layout.reshard_after_forward,
+        unit_layers=layout.unit_layers,
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=head.fused_loss,

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,7 @@ from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError, SpecError
 from workbench.faults import load_fault
 from workbench.policy.model import load_policy
-from workbench.sharding import data_parallel, flight
+from workbench.sharding import data_parallel, flight, wire
 from workbench.sharding.data_parallel import is_shard, reshard_parameters, shard_parameters
 from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients
 from workbench.sharding.mesh import AXES, Axis, Mesh, make_mesh, single_process_mesh
@@ -204,6 +206,73 @@ def test_a_step_after_one_that_an_error_ended_has_its_own_gradients_only(reshard
         assert between == [(False, reshard_after_forward)] * 2, "units are kept as before"
         for name, gradient in one_process(torch.float64, 2).items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-14, atol=0, msg=name)
+
+
+class Row(nn.Module):
+    """Three units, one after another, that note when they compute."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self.units, self.noted = nn.ModuleList(nn.Linear(2, 2).double() for _ in range(3)), noted
+        for number, unit in enumerate(self.units):
+            unit.forward = functools.partial(self.unit_forward, number, unit.forward)
+
+    def unit_forward(self, number, forward, x):
+        self.noted.append(number)
+        return forward(x)
+
+    def forward(self, x):
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+def gathered_ahead(reshard_after_forward, unit_layers):
+    """Three layers: what is gathered and computed in order; and the output after a forward that ended in the first."""
+    mesh, noted = make_mesh(dp=2), []
+    plain, net = Row([]), Row(noted)
+    net.load_state_dict(plain.state_dict())
+    gather = wire.all_gather_into
+
+    def noting(output, *others):
+        noted.append("gather")
+        gather(output, *others)
+
+    wire.all_gather_into = noting
+    how = {"reshard_after_forward": reshard_after_forward, "unit_layers": unit_layers}
+    shards = shard_parameters(net, list(net.units), whole_shards(net), mesh, **how)
+    net(torch.ones(1, 2).double()).sum().backward()
+    held, order = list(net.parameters()), list(noted)  # held as by an optimizer
+    with torch.no_grad():
+        for parameter in held:
+            parameter.mul_(2.0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.ones(1, 5).double())
+    with torch.no_grad():
+        for parameter in held:
+            parameter.div_(2.0)  # what was gathered for the forward that failed is old
+    reshard_parameters(net)
+    net.zero_grad()
+    x, outputs = torch.full((1, 2), 3.0).double(), []
+    for one in (net, plain):
+        outputs.append(one(x))
+        outputs[-1].square().sum().backward()
+    sum_gradients(net, shards, mesh)
+    gradients = full_gradients(net, shards, mesh)
+    of_both = [(outputs[0].detach(), outputs[1].detach())]
+    of_both += [(gradients[name], 2 * one.grad) for name, one in plain.named_parameters()]  # two ranks, the same tokens
+    return order, of_both
+
+
+@pytest.mark.parametrize("unit_layers", [1, 2])
+def test_a_unit_is_gathered_while_the_one_before_it_computes(reshard_after_forward, unit_layers, tmp_path):
+    """And no weight that was gathered ahead of an error, before the optimizer's next step, is used after it."""
+    again = ["gather"] * (3 // unit_layers + unit_layers // 2) if reshard_after_forward else []
+    expected = {1: ["gather", "gather", 0, "gather", 1, 2], 2: ["gather", "gather", 0, 1, 2]}[unit_layers]
+    for order, of_both in run_ranks(gathered_ahead, 2, tmp_path, reshard_after_forward, unit_layers):
+        assert order == [*expected, *again]
+        for sharded_value, plain in of_both:
+            torch.testing.assert_close(sharded_value, plain, rtol=1e-14, atol=0)
 
 
 def test_a_unit_is_whole_between_forward_and_backward_only_without_resharding(reshard_after_forward, held):

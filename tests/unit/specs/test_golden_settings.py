@@ -83,6 +83,7 @@ NEWER = (
         "layout.stage_layers": [],
         "layout.shard_ranks": 0,
         "layout.reshard_after_forward": True,
+        "layout.unit_layers": 1,
         "data.balance": "tokens",
     }
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}

@@ -28,6 +28,7 @@ class TestLayout:
             (LayoutSpec(tp=2, kernel="plain", sequence_parallel=True), "tp=2 plain sp"),
             (LayoutSpec(dp=2, shard_parameters=True, checkpointing=True), "dp=2 fsdp checkpointing"),
             (LayoutSpec(dp=2, shard_parameters=True, reshard_after_forward=False), "dp=2 fsdp no_reshard"),
+            (LayoutSpec(dp=2, shard_parameters=True, unit_layers=4), "dp=2 fsdp unit_layers=4"),
             (LayoutSpec(checkpointing=True), "one rank checkpointing"),
         ],
     )
@@ -42,6 +43,8 @@ class TestLayout:
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 3}, "shard_ranks = 3 does not divide dp"),
             ({"dp": 4, "shard_parameters": True, "shard_ranks": 2, "ep": 2}, "shard_ranks = 2 with ep = 2"),
             ({"dp": 2, "reshard_after_forward": False}, "reshard_after_forward = False without shard_parameters"),
+            ({"dp": 2, "unit_layers": 2}, "unit_layers = 2 without shard_parameters"),
+            ({"pp": 2, "dp": 2, "shard_parameters": True, "unit_layers": 2}, "unit_layers = 2 with pp = 2"),
             (
                 {"pp": 2, "dp": 2, "shard_parameters": True, "reshard_after_forward": False},
                 "reshard_after_forward = False with pp = 2",

@@ -570,6 +570,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "keep_bytes": 99,
         "shard_parameters": True,
         "reshard_after_forward": True,
+        "unit_layers": 1,
         "checkpointing": True,
         "sequence_parallel": True,
         "fused_loss": True,

@@ -71,6 +71,7 @@ def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_pa
         "sequence_parallel": True,
         "shard_parameters": True,
         "reshard_after_forward": False,
+        "unit_layers": 3,
         "checkpointing": True,
     }
     asked = {"attention": "hybrid"}
