@@ -42,11 +42,12 @@ HOW = {
     "sharded": SHARDED,
     "sharded, kept": SHARDED | KEPT,
     "sharded, computed again": AGAIN,
-    "sharded, computed again, kept, two layers together": AGAIN | KEPT | {"unit_layers": 2},
+    "sharded, computed again, kept": AGAIN | KEPT,
     "copies": COPIES,
-    "copies, kept": COPIES | KEPT,
+    "copies, kept": COPIES | KEPT | {"unit_layers": 2},
 }
-"""How parameters are stored; kept: gathered weights stay from the forward of a layer to its backward."""
+"""How parameters are stored; kept: gathered weights stay from the forward of a layer to its backward; two of three
+layers are one unit where several copies are kept."""
 CLIP = 0.05
 """Far below the norm of the gradients here: every step is clipped."""
 OPTIMIZERS = {

@@ -143,7 +143,8 @@ def shard_parameters(
     if reshard_after_backward:
         ahead.queue([root, *firsts, *([] if last is None else [last])], with_others, list(experts.values()))
     kept = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
-    root.register_forward_hook(functools.partial(_reshard_after_error, kept, ahead), always_call=True)
+    of_several = firsts if unit_layers > 1 else []
+    root.register_forward_hook(functools.partial(_reshard_after_error, kept, of_several, ahead), always_call=True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if reshard_after_backward:
 
@@ -190,14 +191,19 @@ class _GathersAhead:
         self.on_their_way = []
 
 
-def _reshard_after_error(kept: Sequence[Any], ahead: _GathersAhead, root: nn.Module, inputs: Any, output: Any) -> None:
+def _reshard_after_error(
+    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: nn.Module, inputs: Any, output: Any
+) -> None:
     """Reshard what a forward of the root that ended with an error left whole, or on its way; its forward hook.
 
     FSDP2 would take units that stay whole after their forward to be in it until the next one, and would use weights
-    that were gathered before an optimizer step after it.
+    that were gathered before an optimizer step after it. Of a unit of several modules it would await the forward of
+    those that the error left out, before the next begins: torch 2.11 gathers for the first only where none is awaited.
     """
     if output is None:
         ahead.drop()
+        for unit in of_several:
+            unit._get_fsdp_state()._modules_to_run_forward.clear()
         for unit in kept:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
