@@ -278,13 +278,14 @@ def gathers(asked, folder):
 
 
 def test_kept_weights_of_a_layer_are_gathered_once(cases, tmp_path):
-    """Per micro-batch the root once, and each layer once, or a second time for its backward."""
+    """Per micro-batch the root once, and each layer once, or a second time for its backward; two layers as one."""
     given, documents, _ = cases["tied"]
-    hows = ("sharded", "sharded, kept", "sharded, computed again, kept")
-    asked = [(settings(LAYOUTS["dp2"] | HOW[how], **given), documents) for how in hows]
-    layers, micro_batches, steps = 3, 2, 2
-    twice, once = ((1 + times * layers) * micro_batches * steps for times in (2, 1))
-    assert run_ranks(gathers, 2, tmp_path, asked, tmp_path) == [[twice, once, once]] * 2
+    hows = [HOW[how] for how in ("sharded", "sharded, kept", "sharded, computed again, kept")]
+    hows.append(SHARDED | {"unit_layers": 2})
+    asked = [(settings(LAYOUTS["dp2"] | how, **given), documents) for how in hows]
+    layers, units, micro_batches, steps = 3, 2, 2, 2
+    twice, once, in_units = ((1 + each) * micro_batches * steps for each in (2 * layers, layers, 2 * units))
+    assert run_ranks(gathers, 2, tmp_path, asked, tmp_path) == [[twice, once, once, in_units]] * 2
 
 
 def test_pipeline_stages_gather_once_a_step(cases, tmp_path):

@@ -262,9 +262,12 @@ def run_step(
     def pass_row(number: int, local: LocalRow) -> None:
         """Pass a row forward and backward. Its graph is freed on return: later, the device would wait for that."""
         routes = None if routers is None else routers.begin(number)
-        scaled, measure = row_loss(local, local.hidden_states(policy, routes))
-        of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
+        hidden_TD = local.hidden_states(policy, routes)
+        # Open before the loss, for which the host may wait: after it the device waits for hooks on all parameters, 1 ms.
         with contextlib.nullcontext() if early is None else early.during(last=number + 1 == len(rows)):
+            scaled, measure = row_loss(local, hidden_TD)
+            del hidden_TD
+            of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
             torch.autograd.backward([scaled, *of_routers])
         measure()
 

@@ -35,6 +35,16 @@ def parted(a, b, **given):
     return result
 
 
+def test_both_runs_are_repeated_with_the_same_rows():
+    """The rows of the first, as many as both split evenly."""
+    two_ranks = BASE.merged({"layout": {"dp": 2}, "data": {"micro_batches": 1, "balance": "work"}})
+    assert module._same_rows([BASE, two_ranks]) == [{}, {"balance": "tokens"}]
+    assert module._same_rows([two_ranks, BASE.merged({"data": {"micro_batches": 3}})]) == [
+        {"micro_batches": 3},
+        {"micro_batches": 6, "balance": "work"},
+    ]
+
+
 class TestPlanted:
     def test_one_bit_forward(self, monkeypatch):
         plant(monkeypatch, UP, place=17, loads=[1])
