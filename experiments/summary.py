@@ -427,12 +427,26 @@ def _layout_rows(record: Mapping[str, Any], names: Iterable[str], workload: str 
 def two_gpus() -> str:
     """Layouts of two GPUs with fast kernels."""
     record = _record("gpu_layouts/two_gpus.json")
-    return _fast_layouts(record, "two_gpus", "Layouts on two GPUs with fast kernels", "the step above", pipeline="pp2")
+    dealt = (
+        f"*two_rows*: the documents are dealt to two rows of each dp rank (`data.micro_batches: 2`"
+        f"{_balance(record['plan'])}); the others fill rows of 32k tokens in order.{_units(record['plan'])}"
+    )
+    notes = [dealt] if record["plan"].get("micro_batches") else []
+    title = "Layouts on two GPUs with fast kernels"
+    return _fast_layouts(record, "two_gpus", title, "the step above", *notes, pipeline="pp2")
 
 
 def _balance(plan: Mapping[str, Any]) -> str:
     """How dealt rows are balanced, if not by their tokens alone; plans before that setting have none."""
     return ", `data.balance: work`" if plan.get("balance") == "work" else ""
+
+
+def _units(plan: Mapping[str, Any]) -> str:
+    """What layouts with FSDP2 units of several layers are; a plan without one has no sentence."""
+    layers = next((of for each in plan["layouts"].values() if (of := each.get("unit_layers", 1)) > 1), None)
+    if layers is None:
+        return ""
+    return f" *units*: {layers} layers are one unit of FSDP2 (`unit_layers`), whole until backward."
 
 
 def four_gpus() -> str:
@@ -447,7 +461,8 @@ def four_gpus() -> str:
         "the same step",
         f"*one_row*: the documents are dealt to one row of each dp rank (`data.micro_batches: 1`{_balance(plan)}), so "
         f"that a rank has as many tokens at a time as one rank has; the others fill rows of 32k tokens in order, of "
-        f"which each cp or tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head.",
+        f"which each cp or tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head."
+        f"{_units(plan)}",
         pipeline="pp4_by_cost",
     )
 
