@@ -202,13 +202,15 @@ class _GathersAhead:
 
 
 def _reshard_after_error(
-    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: nn.Module, inputs: Any, output: Any
+    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: Any, inputs: Any, output: Any
 ) -> None:
     """Reshard what a forward of the root that ended with an error left whole, or on its way; its forward hook.
 
     FSDP2 would take units that stay whole after their forward to be in it until the next one, and would use weights
     that were gathered before an optimizer step after it. Of a unit of several modules it would await the forward of
     those that the error left out, before the next begins: torch 2.11 gathers for the first only where none is awaited.
+    And it would take the next forward of the root for a part of this one: its gathers would not wait for the optimizer,
+    and from torch 2.13 on those of the units that were in their forward would not be queued ahead.
     """
     if output is None:
         ahead.drop()
@@ -218,6 +220,10 @@ def _reshard_after_error(
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
             unit.set_reshard_after_forward(False, recurse=False)
+        if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+            root.reset_iter_state()
+        else:
+            root._get_fsdp_state()._state_ctx.iter_forward_root = None
 
 
 def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:
