@@ -5,6 +5,7 @@ With adapters, replayed routes, sharded parameters and completions of their own 
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from tests.oracles.lora import factor_gradients, merge
 from tests.oracles.mixture import mixture_step, mixtures
 from tests.oracles.prediction import prediction_step
 from tests.oracles.step import exact, grpo_step
-from tests.parity.cases import many_steps, step_on
+from tests.parity.cases import as_batch, many_steps, step_on
 from tests.parity.test_oracle import LOSS, PAPER, documents_near
 from workbench.policy.decoder import load_decoder
 from workbench.policy.prediction import add_prediction
+from workbench.policy.trunk import decoder_layers
+from workbench.sharding.mesh import make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import LayoutSpec
 from workbench.specs.reading import merge as merged_settings
@@ -169,6 +172,41 @@ def test_sharded_parameters_give_the_oracles_gradients(name, tmp_path):
     case = spec_of(kind, layout | {"shard_parameters": True}), truth(kind)[0]
     for rank, [step] in enumerate(run_ranks(many_steps, ranks, tmp_path, [case])):
         assert_is(step, truth(kind), f"{name}, rank {rank}")
+
+
+def after_a_look(given, documents):
+    """Gradients of a step with doubled weights; before these, the decoder is passed without its further layers or not.
+
+    Then the layers that are units of FSDP2 together.
+    """
+    gradients, spec = [], RunSpec.model_validate(given)
+    for looks in (False, True):
+        mesh = make_mesh(**spec.layout.mesh_sizes)
+        policy = build_policy(spec, mesh, Path(), temperature=1.0)
+        rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
+        trained = list(policy.model.parameters())  # held as by an optimizer
+        if looks:
+            with torch.no_grad():
+                rows[0].hidden_states(policy, None)
+            policy.reshard()
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.mul_(2.0)
+        step = flow.run_step(
+            policy, flow.build_loss(spec.loss), rows, totals, keep_gradients=True, prediction=spec.prediction
+        )
+        gradients.append(dict(step.gradients))
+    return gradients, [len(module._get_fsdp_state()._modules) for module in decoder_layers(policy.model)]
+
+
+@pytest.mark.parametrize("unit_layers", [1, 2])
+def test_no_added_layer_is_gathered_for_a_forward_that_leaves_it_out(unit_layers, tmp_path):
+    """Its weights would be those of before the next step of the optimizer; and it is in no unit with another layer."""
+    given = spec_of("dense", {"dp": 2, "shard_parameters": True, "unit_layers": unit_layers})
+    for (plain, looked), together in run_ranks(after_a_look, 2, tmp_path, given, truth("dense")[0]):
+        assert plain.keys() == looked.keys()
+        assert [name for name, gradient in plain.items() if not torch.equal(looked[name], gradient)] == []
+        assert together == {1: [1, 1, 1, 1, 1], 2: [2, 2, 1, 1, 1]}[unit_layers]
 
 
 RANK, ALPHA = 3, 5.0

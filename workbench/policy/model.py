@@ -24,7 +24,7 @@ from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, t
 from workbench.policy.logprobs.head import upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.lora import Lora, head_operands, head_weight
-from workbench.policy.prediction import Prediction
+from workbench.policy.prediction import Prediction, prediction_layers
 from workbench.policy.preparation import prepare_decoder
 from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
@@ -442,15 +442,17 @@ def load_policy(
         # Layers for multi-token prediction may add to the head's gradient after that of the hidden states is complete.
         trunk = Trunk(model, stages, Head.apart(model) if stages is None and not places else None)
         casts = data_parallel.Casts(compute, DTYPES[dtypes.reduction]) if not dtypes.single else None
+        layers, further = decoder_layers(model), prediction_layers(model)
         shards = data_parallel.shard_parameters(
             trunk,
-            decoder_layers(model),
+            [layer for layer in layers if layer not in further],
             shards,
             mesh,
             casts,
             reshard_after_forward=reshard_after_forward and stages is None,
             reshard_after_backward=stages is None,
             last=trunk.head,
+            apart=further,
             unit_layers=unit_layers,
         )
     else:

@@ -96,6 +96,11 @@ def embeddings_of(model: Any, tokens_T: Tensor) -> Tensor:
     return model.get_input_embeddings()(tokens_T.clamp_min(0)[None])
 
 
+def prediction_layers(model: Any) -> list[nn.Module]:
+    """The decoder layer of each depth, in order, which a forward of the decoder itself leaves out."""
+    return [getattr(depth, PREDICTION_LAYER) for depth in getattr(model.base_model, PREDICTION, ())]
+
+
 def add_prediction(model: Any, depths: int, *, seed: int, from_checkpoint: bool) -> tuple[str, str]:
     """Add layers that predict further tokens to an unsharded decoder, in place, as ``model.prediction`` of its base.
 

@@ -59,6 +59,7 @@ def shard_parameters(
     reshard_after_forward: bool = True,
     reshard_after_backward: bool = True,
     last: nn.Module | None = None,
+    apart: Sequence[nn.Module] = (),
     unit_layers: int = 1,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, or each copy of it over some neighbours, in place; a no-op on one rank.
@@ -75,8 +76,10 @@ def shard_parameters(
     starts and stay whole until the following backward is over, so a head that is read but not called works, and tied
     weights stay tied. ``last`` is a further unit, which stays whole from its call to its backward: an output head that
     is passed before it is read. ``unit_layers`` neighbours among the units are gathered and freed as one: fewer calls
-    of the host, and the memory of as many. Gradients are reduced in every backward; micro-batches accumulate in the
-    shards. Create the optimizer afterwards: it then holds the shards, in their own dtype whatever the casts.
+    of the host, and the memory of as many. ``apart`` are further units, which only some forward passes of the root
+    call: each is one alone, gathered when it is called. Gradients are reduced in every backward; micro-batches
+    accumulate in the shards. Create the optimizer afterwards: it then holds the shards, in their own dtype whatever the
+    casts.
 
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
     inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
@@ -113,7 +116,8 @@ def shard_parameters(
     copies = mesh["replica"].group is not None
     own = mesh["shard" if copies else "dp_cp"]  # flight records name the axis
     of_last = [] if last is None else [(last, own)]
-    together = [units[start : start + unit_layers] for start in range(0, len(units), unit_layers)]
+    in_order = [units[start : start + unit_layers] for start in range(0, len(units), unit_layers)]
+    together = [*in_order, *([unit] for unit in apart)]
     firsts = [unit[0] for unit in together]  # of modules that are one unit, the first answers for all
     pieces: list[tuple[Any, Axis]] = [*over_edp, *((first, own) for first in firsts), *of_last, (root, own)]
     with_others = dict(zip(firsts, together, strict=True))
@@ -141,7 +145,10 @@ def shard_parameters(
         sharded.set_reduce_scatter_unused_params(True)
     ahead = _GathersAhead()
     if reshard_after_backward:
-        ahead.queue([root, *firsts, *([] if last is None else [last])], with_others, list(experts.values()))
+        # With units apart, a forward of the root may begin in one of them: what it queued would not be awaited.
+        begin = [] if apart else [root]
+        one_by_one = [*begin, *(unit[0] for unit in in_order), *([] if last is None else [last])]
+        ahead.queue(one_by_one, apart, with_others, list(experts.values()))
     kept = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
     of_several = firsts if unit_layers > 1 else []
     root.register_forward_hook(functools.partial(_reshard_after_error, kept, of_several, ahead), always_call=True)
@@ -167,15 +174,18 @@ class _GathersAhead:
         self.on_their_way: list[Any] = []
 
     def queue(
-        self, in_order: Sequence[Any], with_others: Mapping[Any, Sequence[nn.Module]], experts: Sequence[nn.Module]
+        self,
+        in_order: Sequence[Any],
+        apart: Sequence[Any],
+        with_others: Mapping[Any, Sequence[nn.Module]],
+        experts: Sequence[Any],
     ) -> None:
         """Let each unit queue the gathers of the experts inside it, and of the next unit."""
-        queued: dict[Any, list[Any]] = {last: [] for last in (*experts, in_order[-1])}
-        for unit, following in itertools.pairwise(in_order):
+        following = dict(itertools.pairwise(in_order))
+        for unit in (*in_order, *apart, *experts):
             modules = (module for layer in with_others.get(unit, ()) for module in layer.modules())
-            inside = [module for module in modules if module in experts]
-            queued[unit] = [*inside, following]
-        for unit, others in queued.items():
+            others = [module for module in modules if module in experts]
+            others += [following[unit]] if unit in following else []
             if others:
                 unit.set_modules_to_forward_prefetch(others)
             unit.register_forward_pre_hook(functools.partial(self._begin, others))
@@ -192,13 +202,15 @@ class _GathersAhead:
 
 
 def _reshard_after_error(
-    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: nn.Module, inputs: Any, output: Any
+    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: Any, inputs: Any, output: Any
 ) -> None:
     """Reshard what a forward of the root that ended with an error left whole, or on its way; its forward hook.
 
     FSDP2 would take units that stay whole after their forward to be in it until the next one, and would use weights
     that were gathered before an optimizer step after it. Of a unit of several modules it would await the forward of
     those that the error left out, before the next begins: torch 2.11 gathers for the first only where none is awaited.
+    And it would take the next forward of the root for a part of this one: its gathers would not wait for the optimizer,
+    and from torch 2.13 on those of the units that were in their forward would not be queued ahead.
     """
     if output is None:
         ahead.drop()
@@ -208,6 +220,10 @@ def _reshard_after_error(
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
             unit.set_reshard_after_forward(False, recurse=False)
+        if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+            root.reset_iter_state()
+        else:
+            root._get_fsdp_state()._state_ctx.iter_forward_root = None
 
 
 def _sum_copies(gradients: Tensor, *, axis: Axis) -> None:

@@ -253,15 +253,17 @@ def gathered_ahead(reshard_after_forward, unit_layers):
             parameter.div_(2.0)  # what was gathered for the forward that failed is old
     reshard_parameters(net)
     net.zero_grad()
+    noted.clear()
     x, outputs = torch.full((1, 2), 3.0).double(), []
     for one in (net, plain):
         outputs.append(one(x))
         outputs[-1].square().sum().backward()
+    after_error = list(noted)
     sum_gradients(net, shards, mesh)
     gradients = full_gradients(net, shards, mesh)
     of_both = [(outputs[0].detach(), outputs[1].detach())]
     of_both += [(gradients[name], 2 * one.grad) for name, one in plain.named_parameters()]  # two ranks, the same tokens
-    return order, of_both
+    return order, after_error, of_both
 
 
 @pytest.mark.parametrize("unit_layers", [1, 2])
@@ -269,8 +271,9 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(reshard_after_forwa
     """And no weight that was gathered ahead of an error, before the optimizer's next step, is used after it."""
     again = ["gather"] * (3 // unit_layers + unit_layers // 2) if reshard_after_forward else []
     expected = {1: ["gather", "gather", 0, "gather", 1, 2], 2: ["gather", "gather", 0, 1, 2]}[unit_layers]
-    for order, of_both in run_ranks(gathered_ahead, 2, tmp_path, reshard_after_forward, unit_layers):
+    for order, after_error, of_both in run_ranks(gathered_ahead, 2, tmp_path, reshard_after_forward, unit_layers):
         assert order == [*expected, *again]
+        assert after_error == order
         for sharded_value, plain in of_both:
             torch.testing.assert_close(sharded_value, plain, rtol=1e-14, atol=0)
 
