@@ -220,6 +220,7 @@ def _reshard_after_error(
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
             unit.set_reshard_after_forward(False, recurse=False)
+        reshard_parameters(root)  # the unit in whose forward the error was
         if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
             root.reset_iter_state()
         else:

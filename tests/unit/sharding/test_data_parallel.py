@@ -252,7 +252,6 @@ def gathered_ahead(reshard_after_forward, unit_layers):
     with torch.no_grad():
         for parameter in held:
             parameter.div_(2.0)  # what was gathered for the forward that failed is old
-    reshard_parameters(net)
     net.zero_grad()
     noted.clear()
     x, outputs = torch.full((1, 2), 3.0).double(), []
