@@ -30,9 +30,9 @@ which nothing is changed: a thousandth is less than two GPUs of one kind differ 
 PARTNERS, TRIED = 8, 64
 """Rows, those that have least, with which the one that has most may change places, and items of each that are tried:
 the time of a change goes with both, and a row of more items is even to `EVEN` before."""
-CHANGES = 30
-"""Most changes, in the number of rows: rows of 8 to 32 drawn documents took 2 to 14. Next to one document of half a
-step there is always another."""
+IN_VAIN = 64
+"""Rows that are tried without a change, in all: next to one document of half a step there is always another change of
+two other rows, which make no step shorter."""
 
 
 def pack(
@@ -82,7 +82,8 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
 
     Unevenness is the sum of squares of all rows' costs, in the mean row's. A step's time is some mixture of its costs
     (GEMMs go with tokens, attention with squared lengths), which is even in every mixture if it is in each. From the
-    row that has most, the change that lowers it most is made, until none does, or `CHANGES` for each row are made.
+    row that has most, the change that lowers it most is made, until none does, and then from the next ones: the others
+    wait for the fullest. One item that alone is more than the mean row cannot be evened out.
 
     Args:
         costs: of each item, [costs, items].
@@ -95,13 +96,12 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
     costs = costs / np.maximum(costs.sum(1, keepdims=True) / rows, 1e-300)
     row_of = np.array(start, dtype=int)
     totals = np.stack([np.bincount(row_of, cost, rows) for cost in costs])
-    given_up = np.zeros(rows, dtype=bool)
     by_cost = np.argsort(costs.sum(0), kind="stable")
-    made = 0
-    while made < CHANGES * rows:
-        most = np.where(given_up, 0.0, totals.max(0))
-        row = int(np.argmax(most))
-        if most[row] < 1 + EVEN:
+    tried = np.zeros(rows, dtype=bool)  # rows that no change lowers, as long as none is made
+    in_vain = 0
+    while in_vain < IN_VAIN:
+        row = int(np.argmax(np.where(tried, 0.0, totals.max(0))))
+        if tried[row] or totals[:, row].max() < 1 + EVEN:
             break
         lightest = np.argsort(totals.sum(0), kind="stable")[:PARTNERS]
         items = _some(by_cost[row_of[by_cost] == row])
@@ -114,15 +114,16 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
         changes = (2 * given * (given + apart[:, None])).sum(0)
         item, pair = np.unravel_index(np.argmin(changes), changes.shape)
         if changes[item, pair] > -LEAST_CHANGE:
-            given_up[row] = True
+            tried[row] = True
+            in_vain += 1
             continue
         to, place = pairs[pair]
         totals[:, row] -= given[:, item, pair]
         totals[:, to] += given[:, item, pair]
-        row_of[items[item]], given_up[to] = to, False
+        row_of[items[item]] = to
         if place is not None:
             row_of[place] = row
-        made += 1
+        tried[:] = False
     return row_of.tolist()
 
 
