@@ -156,11 +156,23 @@ def shard_parameters(
     if reshard_after_backward:
 
         def reshard(*inputs: object) -> None:
+            _check_last_backward(root)
             for module in kept:
                 module.reshard()
 
         root.register_forward_pre_hook(reshard, prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
+
+
+def _check_last_backward(root: Any) -> None:
+    """Raise if the last backward did not end: units whose backward an error left out would stay whole, and old."""
+    if root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        raise ShardingError(
+            "a forward with sharded parameters",
+            found="a backward before it that ended with an error",
+            rule="FSDP2 shards parameters again when a backward is over",
+            fix="load the policy again",
+        )
 
 
 class _GathersAhead:

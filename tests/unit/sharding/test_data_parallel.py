@@ -278,6 +278,38 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(reshard_after_forwa
             torch.testing.assert_close(sharded_value, plain, rtol=1e-14, atol=0)
 
 
+class Failing(torch.autograd.Function):
+    """Passes values on, and fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def passed_after_an_error_in_backward(reshard_after_forward):
+    mesh, net = make_mesh(dp=2), Row([])
+    how = {"reshard_after_forward": reshard_after_forward}
+    shard_parameters(net, list(net.units), whole_shards(net), mesh, **how)
+    forward = net.units[1].forward
+    net.units[1].forward = lambda x: Failing.apply(forward(x))
+    with pytest.raises(ZeroDivisionError):
+        net(torch.ones(1, 2).double()).sum().backward()
+    with torch.no_grad(), pytest.raises(ShardingError) as caught:
+        net(torch.ones(1, 2).double())
+    return str(caught.value)
+
+
+def test_no_forward_follows_a_backward_that_ended_with_an_error(reshard_after_forward, tmp_path):
+    """Its weights would be old after the optimizer's next step."""
+    for message in run_ranks(passed_after_an_error_in_backward, 2, tmp_path, reshard_after_forward):
+        assert "a backward before it that ended with an error" in message
+        assert "load the policy again" in message
+
+
 def test_a_unit_is_whole_between_forward_and_backward_only_without_resharding(reshard_after_forward, held):
     for *_, unit_is_shard in held:
         assert unit_is_shard == (reshard_after_forward, True)
