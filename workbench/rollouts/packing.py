@@ -93,7 +93,7 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
     Returns:
         The row of each item.
     """
-    costs = costs / np.maximum(costs.sum(1, keepdims=True) / rows, 1e-300)
+    costs = costs / np.maximum(costs.sum(1, keepdims=True) / rows, np.finfo(float).tiny)  # no cost at all stays 0
     row_of = np.array(start, dtype=int)
     totals = np.stack([np.bincount(row_of, cost, rows) for cost in costs])
     by_cost = np.argsort(costs.sum(0), kind="stable")

@@ -21,8 +21,9 @@ from workbench.sharding.mesh import Axis
 class EarlySums:
     """Sums over an axis of the gradients of some parameters, started during the last backward of a step.
 
-    Use once, on every rank: `during` around that backward, then `finish`. Between the two, nothing may read or write
-    these gradients, and the group of the axis must have no other collective inside the backward.
+    Use once, on every rank: `during` around that backward, which may begin before it, then `finish`. From the backward
+    to `finish` nothing may read or write these gradients, and the group of the axis must have no other collective
+    inside the backward.
 
     Args:
         parameters: that are whole on every rank of the axis, in one order on all of them.

@@ -263,7 +263,7 @@ def run_step(
         """Pass a row forward and backward. Its graph is freed on return: later, the device would wait for that."""
         routes = None if routers is None else routers.begin(number)
         hidden_TD = local.hidden_states(policy, routes)
-        # Open before the loss, which the host may wait for: hooks on all parameters take 1 ms, which the device would.
+        # Entered before the loss: after it, where the device may be idle, its hooks on all parameters delay backward.
         with contextlib.nullcontext() if early is None else early.during(last=number + 1 == len(rows)):
             scaled, measure = row_loss(local, hidden_TD)
             del hidden_TD

@@ -147,7 +147,7 @@ def test_no_change_is_left_that_would_level_the_fullest_row(seed):
             assert unevenness(costs, swapped, rows) > least - 2 * LEAST_CHANGE
 
 
-def test_many_rows_are_level_within_moments():
+def test_many_rows_are_level():
     draw = random.Random(3)
     lengths = [2 ** draw.uniform(6, 11) for _ in range(2000)]
     costs = np.array([lengths, [length**2 for length in lengths]])

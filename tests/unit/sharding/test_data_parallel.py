@@ -291,9 +291,9 @@ class Failing(torch.autograd.Function):
 
 
 def passed_after_an_error_in_backward(reshard_after_forward):
+    """The error of a forward after a backward that ended in the second unit."""
     mesh, net = make_mesh(dp=2), Row([])
-    how = {"reshard_after_forward": reshard_after_forward}
-    shard_parameters(net, list(net.units), whole_shards(net), mesh, **how)
+    shard_parameters(net, list(net.units), whole_shards(net), mesh, reshard_after_forward=reshard_after_forward)
     forward = net.units[1].forward
     net.units[1].forward = lambda x: Failing.apply(forward(x))
     with pytest.raises(ZeroDivisionError):
