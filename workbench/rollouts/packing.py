@@ -30,7 +30,7 @@ which nothing is changed: a thousandth is less than two GPUs of one kind differ 
 PARTNERS, TRIED = 8, 64
 """Rows, those that have least, with which the one that has most may change places, and items of each that are tried:
 the time of a change goes with both, and a row of more items is even to `EVEN` before."""
-IN_VAIN = 64
+MOST_FAILURES = 64
 """Rows that are tried without a change, in all: next to one document of half a step there is always another change of
 two other rows, which make no step shorter."""
 
@@ -50,7 +50,7 @@ def pack(
     batch. The result depends on the lengths alone.
 
     With ``balance="work"`` rows have nearly equal attention, too: documents then move and change places between rows
-    as long as that evens out lengths and sums of squared lengths together (`level`).
+    as long as that evens out lengths and sums of squared lengths together (`balance_rows`).
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
@@ -70,14 +70,14 @@ def pack(
         heapq.heappush(shortest, (filled + lengths[number], row_of[number]))
     if balance == "work":
         squares = [sum(length**2 for length in batch.lengths_N[bundle].tolist()) for bundle in bundles]
-        row_of = level(np.array([lengths, squares], dtype=float), row_of, rows)
+        row_of = balance_rows(np.array([lengths, squares], dtype=float), row_of, rows)
     members: list[list[int]] = [[] for _ in range(rows)]
     for bundle, row in zip(bundles, row_of, strict=True):
         members[row] += bundle
     return [_padded(batch, sorted(documents), multiple_of, document_multiple_of) for documents in members]
 
 
-def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
+def balance_rows(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
     """Even out several costs over rows: items move to another row, or change places, while that lowers unevenness.
 
     Unevenness is the sum of squares of all rows' costs, in the mean row's. A step's time is some mixture of its costs
@@ -98,8 +98,8 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
     totals = np.stack([np.bincount(row_of, cost, rows) for cost in costs])
     by_cost = np.argsort(costs.sum(0), kind="stable")
     tried = np.zeros(rows, dtype=bool)  # rows that no change lowers, as long as none is made
-    in_vain = 0
-    while in_vain < IN_VAIN:
+    failures = 0
+    while failures < MOST_FAILURES:
         row = int(np.argmax(np.where(tried, 0.0, totals.max(0))))
         if tried[row] or totals[:, row].max() < 1 + EVEN:
             break
@@ -115,7 +115,7 @@ def level(costs: np.ndarray, start: Sequence[int], rows: int) -> list[int]:
         item, pair = np.unravel_index(np.argmin(changes), changes.shape)
         if changes[item, pair] > -LEAST_CHANGE:
             tried[row] = True
-            in_vain += 1
+            failures += 1
             continue
         to, place = pairs[pair]
         totals[:, row] -= given[:, item, pair]

@@ -143,15 +143,15 @@ def shard_parameters(
             sharded.set_all_reduce_hook(functools.partial(_sum_copies, axis=mesh["replica"]))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
-    ahead = _GathersAhead()
+    prefetch = _ForwardPrefetch()
     if reshard_after_backward:
         # With units apart, a forward of the root may begin in one of them: what it queued would not be awaited.
         begin = [] if apart else [root]
         one_by_one = [*begin, *(unit[0] for unit in in_order), *([] if last is None else [last])]
-        ahead.queue(one_by_one, apart, with_others, list(experts.values()))
+        prefetch.queue(one_by_one, apart, with_others, list(experts.values()))
     kept = [module for module, _ in pieces if not reshard_after_forward or module in (root, last)]
-    of_several = firsts if unit_layers > 1 else []
-    root.register_forward_hook(functools.partial(_reshard_after_error, kept, of_several, ahead), always_call=True)
+    grouped = firsts if unit_layers > 1 else []
+    root.register_forward_hook(functools.partial(_reshard_after_error, kept, grouped, prefetch), always_call=True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     if reshard_after_backward:
 
@@ -175,15 +175,17 @@ def _check_last_backward(root: Any) -> None:
         )
 
 
-class _GathersAhead:
-    """Gathers of units that are queued when the forward of the one before begins, and those whose own has not begun.
+class _ForwardPrefetch:
+    """Explicit forward prefetch: each unit's gather is queued when the forward of the one before begins.
+
+    ``pending`` are the units whose gather is queued and whose own forward has not begun.
 
     Without it a gather is queued when its own unit begins, and hides behind others only if the host is ahead of the
     device by the time that it takes: at 0.6 B it is not.
     """
 
     def __init__(self) -> None:
-        self.on_their_way: list[Any] = []
+        self.pending: list[Any] = []
 
     def queue(
         self,
@@ -203,20 +205,20 @@ class _GathersAhead:
             unit.register_forward_pre_hook(functools.partial(self._begin, others))
 
     def _begin(self, queued: Sequence[Any], unit: nn.Module, inputs: Any) -> None:
-        self.on_their_way = [one for one in self.on_their_way if one is not unit] + list(queued)
+        self.pending = [one for one in self.pending if one is not unit] + list(queued)
 
     def drop(self) -> None:
-        """Await the gathers that are on their way, and free their weights."""
-        for unit in self.on_their_way:
+        """Await the pending gathers, and free their weights."""
+        for unit in self.pending:
             unit.unshard()  # awaits the gather that is queued already
             unit.reshard()
-        self.on_their_way = []
+        self.pending = []
 
 
 def _reshard_after_error(
-    kept: Sequence[Any], of_several: Sequence[Any], ahead: _GathersAhead, root: Any, inputs: Any, output: Any
+    kept: Sequence[Any], grouped: Sequence[Any], prefetch: _ForwardPrefetch, root: Any, inputs: Any, output: Any
 ) -> None:
-    """Reshard what a forward of the root that ended with an error left whole, or on its way; its forward hook.
+    """Reshard what a forward of the root that ended with an error left whole, or pending; its forward hook.
 
     FSDP2 would take units that stay whole after their forward to be in it until the next one, and would use weights
     that were gathered before an optimizer step after it. Of a unit of several modules it would await the forward of
@@ -225,8 +227,8 @@ def _reshard_after_error(
     and from torch 2.13 on those of the units that were in their forward would not be queued ahead.
     """
     if output is None:
-        ahead.drop()
-        for unit in of_several:
+        prefetch.drop()
+        for unit in grouped:
             unit._get_fsdp_state()._modules_to_run_forward.clear()
         for unit in kept:
             unit.set_reshard_after_forward(True, recurse=False)

@@ -8,7 +8,7 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.packing import EVEN, LEAST_CHANGE, deal, fill, level, pack
+from workbench.rollouts.packing import EVEN, LEAST_CHANGE, balance_rows, deal, fill, pack
 
 
 def make_batch(lengths) -> RolloutBatch:
@@ -130,7 +130,7 @@ def test_no_change_is_left_that_would_level_the_fullest_row(seed):
     lengths = [draw.randint(1, 50) for _ in range(items)]
     costs = [lengths, [length**2 for length in lengths]]
     start = [draw.randrange(rows) for _ in range(items)]
-    found = level(np.array(costs, dtype=float), start, rows)
+    found = balance_rows(np.array(costs, dtype=float), start, rows)
     least = unevenness(costs, found, rows)
     assert least <= unevenness(costs, start, rows)
     totals = [
@@ -151,14 +151,16 @@ def test_many_rows_are_level():
     draw = random.Random(3)
     lengths = [2 ** draw.uniform(6, 11) for _ in range(2000)]
     costs = np.array([lengths, [length**2 for length in lengths]])
-    totals = np.array([np.bincount(level(costs, [n % 100 for n in range(2000)], 100), each, 100) for each in costs])
+    totals = np.array(
+        [np.bincount(balance_rows(costs, [n % 100 for n in range(2000)], 100), each, 100) for each in costs]
+    )
     assert (totals / totals.mean(1, keepdims=True)).max() < 1.01
 
 
 def test_nothing_is_levelled_without_cost():
-    assert level(np.zeros((2, 3)), [0, 1, 1], 2) == [0, 1, 1]
-    assert level(np.zeros((2, 0)), [], 2) == []
-    assert level(np.ones((2, 3)), [0, 0, 0], 1) == [0, 0, 0]
+    assert balance_rows(np.zeros((2, 3)), [0, 1, 1], 2) == [0, 1, 1]
+    assert balance_rows(np.zeros((2, 0)), [], 2) == []
+    assert balance_rows(np.ones((2, 3)), [0, 0, 0], 1) == [0, 0, 0]
 
 
 def test_micro_batches_are_taken_in_order_until_no_document_is_left():
