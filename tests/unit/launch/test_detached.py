@@ -48,6 +48,14 @@ def until(holds, seconds=60):
     return found
 
 
+def _command(process):
+    """The command line of a process; none of one that has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @pytest.fixture
 def endless(tmp_path, monkeypatch):
     """An experiment that a process has launched, detached, before it was killed with its whole group."""
@@ -69,7 +77,7 @@ def test_runs_outlive_who_asked_and_are_found_shown_and_cancelled(endless):
     [launcher] = launchers(runs_dir)
     process = psutil.Process(launcher.pid)
     assert process.cmdline()[-2] == warm_launcher.__file__
-    assert any(warm.python() in child.cmdline() for child in process.children()), "no fork server that starts warm"
+    until(lambda: any(warm.python() in _command(child) for child in process.children()))  # a fork server, started warm
     run = until(lambda: next((run for run in endless.runs if run.status == "running" and run.steps()), None))
     taken = len(run.steps())
     until(lambda: len(run.steps()) > taken)

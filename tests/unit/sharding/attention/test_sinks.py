@@ -60,7 +60,8 @@ def test_each_part_of_the_heads_has_its_sinks(name, monkeypatch):
     more = {"heads": (8, 4), "sinks_H": torch.cat([SINKS, -2 * SINKS])}
     whole = by_ranks(*CASES[name], **more)
     monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
-    assert all(map(torch.equal, by_ranks(*CASES[name], **more), whole))
+    for found, right in zip(by_ranks(*CASES[name], **more), whole, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)  # GEMMs of fewer heads: a CPU may round otherwise
 
 
 def test_sinks_of_other_heads_and_a_mode_without_them_are_refused():
