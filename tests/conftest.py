@@ -12,11 +12,17 @@ import tempfile
 
 import pytest
 
-from tests.helpers import warm
+from tests.helpers import memory, warm
 from tests.helpers.interpreted_triton import interpret_where_no_gpu_is
 from workbench.launch import processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
+
+# Runs write their records through to the disk, and tests would wait for it. Temporary files are in memory where there
+# is enough of it, unless TMPDIR says where; they are gone afterwards.
+if "TMPDIR" not in os.environ and (folder := memory.folder_for_temporary_files()) is not None:
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 # the leases of devices lie here: two test runs on one machine do not queue for each other's cores
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
