@@ -16,6 +16,7 @@ from tests.helpers import memory, warm
 from tests.helpers.interpreted_triton import interpret_where_no_gpu_is
 from workbench.launch import processes
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of threads and of programs that tests start, too: see `pytest_collection_finish`
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
 # Runs write their records through to the disk, and tests would wait for it. Temporary files are in memory where there
