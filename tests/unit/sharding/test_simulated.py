@@ -3,6 +3,7 @@
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -139,6 +140,22 @@ def test_a_rank_computes_in_the_modes_of_its_caller():
         assert simulate(modes, cp=2) == [(torch.bfloat16, False)] * 2
     with torch.inference_mode():
         assert simulate(modes, cp=2) == [(torch.float32, True)] * 2
+
+
+def test_a_rank_computes_in_as_many_threads_as_its_caller():
+    """A thread that torch has not told its number starts a worker for each further core in its first GEMM."""
+
+    def further(_):
+        before = psutil.Process().num_threads()
+        torch.ones(512, 512, dtype=torch.float64) @ torch.ones(512, 512, dtype=torch.float64)
+        return psutil.Process().num_threads() <= before
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert simulate(further, dp=2) == [True, True]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_backward_stays_in_the_thread_of_its_rank():
