@@ -144,16 +144,20 @@ def test_a_rank_computes_in_the_modes_of_its_caller():
 
 def test_a_rank_computes_in_as_many_threads_as_its_caller():
     """A thread that torch has not told its number starts a worker for each further core in its first GEMM."""
+    matrix = torch.ones(512, 512, dtype=torch.float64)
 
-    def further(_):
-        before = psutil.Process().num_threads()
-        torch.ones(512, 512, dtype=torch.float64) @ torch.ones(512, 512, dtype=torch.float64)
-        return psutil.Process().num_threads() <= before
+    def threads():
+        return {thread.id for thread in psutil.Process().threads()}
+
+    def started(_):
+        before = threads()
+        matrix @ matrix
+        return threads() - before
 
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert simulate(further, dp=2) == [True, True]
+        assert simulate(started, dp=2) == [set(), set()]
     finally:
         torch.set_num_threads(before)
 
