@@ -71,7 +71,7 @@ def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
             elif metric.reducer.plain:
                 values[metric.key] = Value(
                     metric.reducer,
-                    tuple(totals[metric.column, power, metric.weight] for power in metric.reducer.powers),
+                    tuple(totals[metric.column, power][metric.weight] for power in metric.reducer.powers),
                     tuple(extremes[metric.column, sign] for sign in metric.reducer.signs),
                 )
             else:
@@ -81,7 +81,7 @@ def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
     return values
 
 
-def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power, str], Tensor]:
+def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power], dict[str, Tensor]]:
     """Compute every sum that the metrics need: one stack, one mask, one GEMM. [K, T] @ [T, W]."""
     needed = list(dict.fromkeys((metric.column, power) for metric in metrics for power in metric.reducer.powers))
     weights = list(dict.fromkeys(metric.weight for metric in metrics if metric.reducer.powers))
@@ -92,9 +92,8 @@ def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power, s
     weights_TW = torch.stack([_known(q.weights(name)) for name in weights], dim=1)
     totals_KW = torch.where(masks_KT, rows_KT, 0.0) @ torch.where(q.mask_T[:, None], weights_TW, 0.0)
     return {
-        (column, power, name): total
-        for (column, power), line in zip(needed, totals_KW.unbind(), strict=True)
-        for name, total in zip(weights, line.unbind(), strict=True)
+        each: dict(zip(weights, line.unbind(), strict=True))
+        for each, line in zip(needed, totals_KW.unbind(), strict=True)
     }
 
 

@@ -13,6 +13,7 @@ Letters: T packed tokens | N documents of the step.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ class Reducer:
         """Rescale sums relative to ``maxima`` to the merged maxima ``to``. By default: unchanged."""
         return sums
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Return the number, from the merged parts (float64, on the CPU)."""
+    def finish(self, sums: Sequence[Any], maxima: Sequence[Any]) -> float:
+        """Return the number, from the merged parts: tensors (float64, on the CPU), or numbers for scalars."""
         return self._number(*map(float, (*sums, *maxima)))
 
     def _number(self, *parts: Any, **_: Any) -> float:  # typed as any signature: a reducer names its own parts
@@ -323,8 +324,8 @@ def _finished(
         [[v.reducer.moved(v.sums, v.maxima, merged[key]) for key, v in metrics.items()] for metrics in micro_batches],
         total_of,
     )
-    sums = _unpacked(total.cpu(), {key: value.sums for key, value in first.items()})
-    maxima = _unpacked(largest.cpu(), {key: value.maxima for key, value in first.items()})
+    sums = _read(total, {key: value.sums for key, value in first.items()})
+    maxima = _read(largest, {key: value.maxima for key, value in first.items()})
     return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
 
 
@@ -338,6 +339,18 @@ def _unpacked(packed: Tensor, like: Mapping[str, Sequence[Tensor]]) -> dict[str,
     """Split one line into the parts of each metric; views, no copies."""
     pieces = iter(packed.split([part.numel() for parts in like.values() for part in parts]))
     return {key: [next(pieces).view(part.shape) for part in parts] for key, parts in like.items()}
+
+
+def _read(packed: Tensor, like: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Any]]:
+    """As `_unpacked`, on the CPU; a part without dimensions is a number."""
+    packed = packed.cpu()
+    starts = itertools.accumulate((part.numel() for parts in like.values() for part in parts), initial=0)
+    places = {key: [(next(starts), part.shape) for part in parts] for key, parts in like.items()}
+    numbers = iter(packed[[start for parts in places.values() for start, shape in parts if not shape]].tolist())
+    return {
+        key: [packed[start : start + shape.numel()].view(shape) if shape else next(numbers) for start, shape in parts]
+        for key, parts in places.items()
+    }
 
 
 def _masked(values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:

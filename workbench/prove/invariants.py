@@ -306,27 +306,55 @@ EMPTY = ("dp", "micro_batch", "cp")
 
 
 def shrink(case: Case, invariant: Invariant, fails: Callable[[Case], bool], has_time: Callable[[], bool]) -> Case:
-    """The smallest case that greedy steps from a failing one find, while there is time; each fails in the same way."""
-    tries = smaller_cases(case, invariant)
-    while (smaller := next(tries, None)) is not None and has_time():
-        if fails(smaller):
-            case, tries = smaller, smaller_cases(smaller, invariant)
+    """The smallest case that greedy steps from a failing one find, while there is time; each fails in the same way.
+
+    Steps of a kind are taken until none succeeds, and all kinds again until none of any does. No case is tried twice.
+    """
+    passed: set[Case] = set()
+    before = None
+    while case != before:
+        before = case
+        for steps in _STEPS:
+            tries = steps(case, invariant)
+            while (smaller := next(tries, None)) is not None:
+                if smaller in passed:
+                    continue
+                if not has_time():
+                    return case
+                if fails(smaller):
+                    case, tries = smaller, steps(smaller, invariant)
+                else:
+                    passed.add(smaller)
     return case
 
 
 def smaller_cases(case: Case, invariant: Invariant) -> Iterator[Case]:
     """Cases one step smaller, largest steps first: a number, half of the documents, one of them, tokens."""
+    for steps in _STEPS:
+        yield from steps(case, invariant)
+
+
+def _fewer(case: Case, invariant: Invariant) -> Iterator[Case]:
     for name, choices in invariant.numbers.items():
         at = list(choices).index(case[name])
         for smaller in list(choices)[:at]:
             yield case.with_number(name, smaller)
+
+
+def _without_documents(case: Case, _: Invariant) -> Iterator[Case]:
     count = len(case.documents)
     for size in dict.fromkeys((count // 2, count // 4, 1) if count > 3 else (1,) if count > 1 else ()):
         for begin in range(0, count, size):
             yield replace(case, documents=case.documents[:begin] + case.documents[begin + size :])
+
+
+def _without_tokens(case: Case, _: Invariant) -> Iterator[Case]:
     for number, document in enumerate(case.documents):
         length = len(document.tokens)
-        for shorter in dict.fromkeys((length // 2, length - 1)):
+        for shorter in dict.fromkeys((length // 2, length - length // 4, length - 1)):
             if 0 < shorter < length:
                 cut = (*case.documents[:number], document.cut(shorter), *case.documents[number + 1 :])
                 yield replace(case, documents=cut)
+
+
+_STEPS = (_fewer, _without_documents, _without_tokens)

@@ -9,6 +9,7 @@ Letters: T packed tokens | N documents of the step.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,28 +131,39 @@ def _counted_weights(
 ) -> list[dict[str, TokenWeights]]:
     """Weights of rows that share one count, each multiplied by a factor."""
     with_empty = spec.compat.documents_counted == "all"
-    policy_step = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
     step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty, given=given)
+    policy_step = step
+    if any(counted_T is not row.loss_mask_T for counted_T, row in zip(counted, rows, strict=True)):
+        policy_step = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
     denominators = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
     if step.rewards_N is not None:
         denominators["positive_token"] = positive_token
     gradient_divisor = spec.compat.gradient_divisor
     if spec.compat.normalize_by_documents:
         gradient_divisor *= max(policy_step.num_documents, 1)
-    weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
-    for name, denominator in denominators.items():
-        divisor_N = denominator(policy_step if name == "policy" else step, spec)
+    places = [(row, step.in_row(number), row.document_ids_T.clamp_min(0)) for number, row in enumerate(rows)]
+
+    @functools.cache  # several names may have one denominator
+    def of_rows(denominator: Callable[[StepDocuments, LossSpec], Tensor], of_policy: bool) -> list[TokenWeights]:
+        divisor_N = denominator(policy_step if of_policy else step, spec)
         if spec.truncated == "silent":
             divisor_N = torch.where(_truncated(step), torch.inf, divisor_N)
         loss_N = torch.where(divisor_N > 0, factor / divisor_N, 0.0)
-        for number, row in enumerate(rows):
-            of_row_N = loss_N[step.in_row(number)]
-            of_row_T = of_row_N[row.document_ids_T.clamp_min(0)] if len(of_row_N) else loss_N.new_zeros(())
+        weights = []
+        for row, lines, ids_T in places:
+            of_row_N = loss_N[lines]
+            of_row_T = of_row_N[ids_T] if len(of_row_N) else loss_N.new_zeros(())
             loss_T = torch.where(row.loss_mask_T, of_row_T, 0.0)
             if LOSS_WEIGHTS in row.extensions:
                 loss_T = loss_T * torch.where(row.loss_mask_T, row.extensions[LOSS_WEIGHTS].double(), 0.0)
-            weights[number][name] = TokenWeights(loss_T, loss_T if gradient_divisor == 1 else loss_T / gradient_divisor)
-    return weights
+            weights.append(TokenWeights(loss_T, loss_T if gradient_divisor == 1 else loss_T / gradient_divisor))
+        return weights
+
+    by_name = {
+        name: of_rows(denominator, name == "policy" and policy_step is not step)
+        for name, denominator in denominators.items()
+    }
+    return [{name: weights[number] for name, weights in by_name.items()} for number in range(len(rows))]
 
 
 def _truncated(step: StepDocuments) -> Tensor:

@@ -320,6 +320,8 @@ class RolloutBatch:
                 rule="a multiple is at least 1",
                 fix="a document zigzag needs 2 * cp; 1 pads nothing",
             )
+        if multiple_of == 1:
+            return self
         begins = torch.ones(self.num_tokens, dtype=torch.bool)
         begins[1:] = (self.document_ids_T[1:] != self.document_ids_T[:-1]) & (self.document_ids_T[1:] != PADDING)
         lengths = torch.bincount(begins.cumsum(0) - 1).tolist() if self.num_tokens else []

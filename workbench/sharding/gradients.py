@@ -211,6 +211,10 @@ def local_values(value: Any) -> Tensor:
     return (value.to_local() if is_shard(value) else value).detach()
 
 
+_PIECE = 2**24
+"""Elements of a tensor that are in float64 at a time."""
+
+
 def sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each tensor in float64, without a copy of any in float64."""
     if not gradients:  # a pipeline stage without adapters
@@ -218,8 +222,13 @@ def sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     if all(gradient.is_cuda for gradient in gradients):  # converts number by number, one launch for many tensors
         norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
         return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()
-    pieces = [gradient.reshape(-1).split(2**24) for gradient in gradients]
-    return torch.stack([torch.stack([piece.double().square().sum() for piece in each]).sum() for each in pieces])
+    return torch.stack([_sum_of_squares(gradient.reshape(-1)) for gradient in gradients])
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    if values.numel() <= _PIECE:
+        return values.double().square().sum()
+    return torch.stack([_sum_of_squares(piece) for piece in values.split(_PIECE)]).sum()
 
 
 def full_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:

@@ -5,8 +5,9 @@ instead of a process group). One rank runs at a time, in rank order, until it wa
 deterministic and detects a deadlock immediately. Backward runs in the calling thread, on a GPU too, so collectives
 inside backward work.
 
-Per rank, as in a separate process: grad mode, inference mode, autocast and context variables, initialised from the
-caller of `simulate`, and torch's random state on the CPU, which starts at the caller's on every rank.
+Per rank, as in a separate process: grad mode, inference mode, autocast, context variables and the number of torch's
+threads, initialised from the caller of `simulate`, and torch's random state on the CPU, which starts at the caller's on
+every rank.
 
 Not simulated:
 
@@ -335,11 +336,12 @@ class _World:
 
 
 def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Capture the caller's grad, inference and autocast modes, which torch threads do not inherit.
+    """Capture the caller's grad, inference and autocast modes and thread count, which torch threads do not inherit.
 
     In the returned context, backward stays in its thread; on a GPU it would otherwise run in one thread for all ranks.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    num_threads = torch.get_num_threads()
     autocast = {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in dict.fromkeys(("cpu", device.type))
@@ -347,6 +349,7 @@ def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[
 
     @contextmanager
     def modes() -> Iterator[None]:
+        torch.set_num_threads(num_threads)  # a GEMM of a new thread takes all cores, whatever the caller set
         with ExitStack() as entered:
             for kind, (enabled, dtype) in autocast.items():
                 entered.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))

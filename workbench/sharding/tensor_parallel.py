@@ -166,6 +166,8 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
     """Resolve a plan to name -> style, of modules and of single parameters."""
     modules: dict[str, str] = {}
     parameters: dict[str, str] = {}
+    all_modules = [name for name, _ in model.named_modules()]
+    all_parameters = [name for name, _ in model.named_parameters()]
     for pattern, style in plan.items():
         if style not in STYLES and style not in PARAMETER_STYLES:
             raise ShardingError(
@@ -173,8 +175,8 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
                 rule=f"styles known here: {', '.join({**STYLES, **PARAMETER_STYLES})}",
                 fix="use a model whose plan uses only these, or tp=1",
             )
-        module_names = fnmatch.filter([name for name, _ in model.named_modules()], pattern)
-        parameter_names = fnmatch.filter([name for name, _ in model.named_parameters()], pattern)
+        module_names = fnmatch.filter(all_modules, pattern)
+        parameter_names = fnmatch.filter(all_parameters, pattern)
         if module_names and style in STYLES:
             modules |= dict.fromkeys(module_names, style)
         elif parameter_names and style in PARAMETER_STYLES:

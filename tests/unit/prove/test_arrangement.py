@@ -224,14 +224,14 @@ def test_a_signature_stays_constant_while_shrinking():
     assert held(changed(2.0, (3.0, 1.0))).signature == ("gradient", True, "")
 
 
-def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis():
+def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis(unshrunk):
     spec = RunSpec(loss={"name": "grpo"}, faults=["expert_gradients_times_ep"])
     proof = prove(spec, invariants=["pipeline", "expert_degree"], rounds=1)
     assert proof.broken == ("expert_degree",), proof
 
 
 @pytest.mark.parametrize("fault", ["routes_shifted_by_one", "routes_of_another_layer"])
-def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault):
+def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault, unshrunk):
     proof = prove(RunSpec(loss={"name": "grpo"}, faults=[fault]), invariants=["expert_degree", "routes"], rounds=1)
     assert proof.broken == ("routes",), proof
 
@@ -255,6 +255,6 @@ def test_a_run_with_adapters_is_proved_with_them_everywhere(documents):
 
 
 @pytest.mark.parametrize("fault", ["adapter_factor_not_summed_over_tp", "adapter_counted_by_every_tp_rank"])
-def test_a_wrong_adapter_is_refuted(fault):
+def test_a_wrong_adapter_is_refuted(fault, unshrunk):
     spec = RunSpec(loss={"name": "grpo"}, lora={"r": 2}, faults=[fault])
     assert not prove(spec, invariants=["tp"], rounds=1).ok

@@ -195,6 +195,20 @@ def test_the_smallest_failing_case_is_returned():
     assert shape(shrunk)[1] == {"ranks": 3, "kind": 0}
 
 
+def test_no_step_from_the_smallest_case_fails_and_none_is_tried_twice():
+    tried = []
+
+    def fails(smaller):
+        tried.append(smaller)
+        lengths = [len(each.tokens) for each in smaller.documents]
+        return sum(lengths) >= 7 and smaller["ranks"] >= (3 if len(lengths) > 1 else 2)
+
+    smallest = shrink(case(9, 4, 12, 3, 7, ranks=4, kind=1), LAW, fails, lambda: True)
+    assert shape(smallest) == ([7], {"ranks": 2, "kind": 0}), "fewer ranks fail with one document only"
+    assert len(set(tried)) == len(tried)
+    assert not any(fails(smaller) for smaller in smaller_cases(smallest, LAW))
+
+
 def test_an_unconditional_failure_shrinks_to_one_token():
     assert shape(shrink(case(9, 4, 3, ranks=2, kind=1), LAW, lambda _: True, lambda: True)) == (
         [1],

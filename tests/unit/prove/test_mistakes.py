@@ -57,7 +57,7 @@ def dp_plus_cp(batch, outputs, totals):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_a_bug_of_two_axes_is_refuted_in_any_number_of_rounds(rounds):
+def test_a_bug_of_two_axes_is_refuted_in_any_number_of_rounds(rounds, unshrunk):
     proof = prove(dp_plus_cp, engine="mean", invariants=["dp_split", "together"], rounds=rounds, budget_s=60)
     assert proof.broken == ("together",), proof
     assert proof["together"].factor == pytest.approx(3 / 4, rel=1e-9)

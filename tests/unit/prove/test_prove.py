@@ -143,7 +143,7 @@ def test_a_loss_that_keeps_its_invariants_passes_with_its_proof():
     assert proof.kept == ("cp_degree", "tp")
 
 
-def test_one_that_does_not_fails_with_the_table_and_the_counterexample():
+def test_one_that_does_not_fails_with_the_table_and_the_counterexample(unshrunk):
     with pytest.raises(AssertionError) as failure:
         assert_proved(cp_left_out, invariants=["cp_degree"], **CHEAP)
     words = str(failure.value)

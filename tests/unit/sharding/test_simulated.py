@@ -3,6 +3,7 @@
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -139,6 +140,26 @@ def test_a_rank_computes_in_the_modes_of_its_caller():
         assert simulate(modes, cp=2) == [(torch.bfloat16, False)] * 2
     with torch.inference_mode():
         assert simulate(modes, cp=2) == [(torch.float32, True)] * 2
+
+
+def test_a_rank_computes_in_as_many_threads_as_its_caller():
+    """A thread that torch has not told its number starts a worker for each further core in its first GEMM."""
+    matrix = torch.ones(512, 512, dtype=torch.float64)
+
+    def threads():
+        return {thread.id for thread in psutil.Process().threads()}
+
+    def started(_):
+        before = threads()
+        matrix @ matrix
+        return threads() - before
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert simulate(started, dp=2) == [set(), set()]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_backward_stays_in_the_thread_of_its_rank():
