@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
-from workbench.policy.decoder import TINY, load_decoder
+from workbench.policy.decoder import TINY, copied, load_decoder
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.prediction import add_prediction
 
@@ -47,7 +46,8 @@ def prepare_decoder(
     """
     settings: dict[str, Any] = {"tied": tied, "seed": seed, "depths": depths, "dtype": dtype, "lifted": lifted}
     if source in TINY:
-        return copy.deepcopy(_prepared_tiny(source, **settings))
+        model, places = _prepared_tiny(source, **settings)
+        return copied(model), places
     return _prepared(source, project=project, **settings)
 
 
