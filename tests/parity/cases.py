@@ -107,8 +107,14 @@ def as_batch(documents: list[dict]) -> RolloutBatch:
 
 def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
     """Several steps in one set of processes; those with axes of the same sizes are on one mesh, as those of a run."""
-    meshes = Meshes()
-    return [step_on(meshes.of(settings), settings, *more) for settings, *more in cases]
+    meshes, steps = Meshes(), []
+    for settings, *more in cases:
+        try:
+            steps.append(step_on(meshes.of(settings), settings, *more))
+        except Exception as error:
+            error.add_note(f"in the case of layout {settings.get('layout')}")
+            raise
+    return steps
 
 
 class Meshes:
