@@ -63,8 +63,8 @@ def online_of(spec: RunSpec, mesh: Mesh | None = None, task: Task | None = None)
 
 
 def sampled(number: int = 0, **changes: Any) -> RolloutBatch:
-    """A sampling of `spec_of` with some settings changed."""
-    return online_of(spec_of(**changes)).sample(number)[0]
+    """A sampling of `spec_of` with some settings changed, of all prompts at once."""
+    return online_of(spec_of(**merge({"online": {"prompts_at_once": 3}}, changes))).sample(number)[0]
 
 
 def fields(batch: RolloutBatch) -> dict[str, Tensor]:

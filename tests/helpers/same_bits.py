@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from tests.parity.cases import as_batch
+from tests.parity.cases import Meshes, as_batch
 from workbench.policy.model import Policy, load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.gradients import full_weights
@@ -80,9 +80,10 @@ def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt
 
 def train_all(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
     """Run several trainings in one set of processes; FSDP2's warnings are expected."""
+    meshes = Meshes()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return [train(*case) for case in cases]
+        return [train(settings, documents, meshes.of(settings)) for settings, documents in cases]
 
 
 def differing(found: dict, expected: dict) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 
 import torch
 
+from tests.helpers.ranks import run_ranks
 from workbench.faults import planted
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import Extension, RolloutBatch
@@ -19,14 +22,16 @@ from workbench.train import step as flow
 
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
-    layout = RunSpec.model_validate(settings).layout
-    mesh = make_mesh(**layout.mesh_sizes)
-    return step_on(mesh, settings, documents, frozen_clip)
+    spec = RunSpec.model_validate(settings)
+    return _step(make_mesh(**spec.layout.mesh_sizes), spec, documents, frozen_clip)
 
 
 def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """The same on a mesh that is there already."""
-    spec = RunSpec.model_validate(settings)
+    return _step(mesh, RunSpec.model_validate(settings), documents, frozen_clip)
+
+
+def _step(mesh: Mesh, spec: RunSpec, documents: list[dict], frozen_clip=None) -> dict:
     layout = spec.layout
     policy = load_policy(
         spec.model.source,
@@ -101,5 +106,41 @@ def as_batch(documents: list[dict]) -> RolloutBatch:
 
 
 def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
-    """Several steps in one set of processes."""
-    return [one_step(*case) for case in cases]
+    """Several steps in one set of processes; those with axes of the same sizes are on one mesh, as those of a run."""
+    meshes, steps = Meshes(), []
+    for settings, *more in cases:
+        try:
+            steps.append(step_on(meshes.of(settings), settings, *more))
+        except Exception as error:
+            error.add_note(f"in the case of layout {settings.get('layout')}")
+            raise
+    return steps
+
+
+class Meshes:
+    """Meshes of this job, each created once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Mesh] = {}
+
+    def of(self, settings: dict) -> Mesh:
+        """The mesh of some settings of a run; every rank asks for the same ones in the same order."""
+        sizes = RunSpec.model_validate(settings).layout.mesh_sizes
+        key = tuple(sizes.items())
+        if key not in self._known:
+            self._known[key] = make_mesh(**sizes)
+        return self._known[key]
+
+
+def in_shared_processes(asked: dict[str, list[tuple]], folder: Path) -> dict[str, list[list[dict]]]:
+    """Results of the cases of each name, by rank: names whose cases need as many ranks share one set of processes."""
+    results: dict[str, list[list[dict]]] = {}
+    worlds: dict[int, list[str]] = {}
+    for name, cases in asked.items():
+        worlds.setdefault(RunSpec.model_validate(cases[0][0]).layout.world_size, []).append(name)
+    for world, names in worlds.items():
+        per_rank = run_ranks(many_steps, world, folder / f"{world}", [case for name in names for case in asked[name]])
+        steps = [iter(answers) for answers in per_rank]
+        for name in names:
+            results[name] = [list(islice(of_rank, len(asked[name]))) for of_rank in steps]
+    return results

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.oracles.step import exact, grpo_step
-from tests.parity.cases import as_batch, many_steps
+from tests.parity.cases import Meshes, as_batch, many_steps
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER, documents_near
 from workbench.policy.decoder import tiny_qwen3
@@ -56,11 +56,10 @@ OPTIMIZERS = {
 }
 
 
-def train(given, documents):
+def train(mesh, given, documents):
     """Two steps under a spec: gradients, global norm and trained tokens of each, and the weights afterwards, whole."""
     spec = RunSpec.model_validate(given)
     layout = spec.layout
-    mesh = make_mesh(**layout.mesh_sizes)
     policy = load_policy(
         spec.model.source,
         mesh=mesh,
@@ -105,9 +104,10 @@ def train(given, documents):
 
 def train_all(cases):
     """Run several trainings in one set of processes; FSDP2's warnings are expected."""
+    meshes = Meshes()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return [train(*case) for case in cases]
+        return [train(meshes.of(given), given, documents) for given, documents in cases]
 
 
 def truth_of(documents, optimizer, *, tied):
@@ -267,11 +267,11 @@ def test_an_untied_head_is_gathered_last_and_its_gradient_summed_first(cases, tm
 
 def gathers(asked, folder):
     """Train under each spec, and return how many gathers of parameters are in the rank's flight record."""
-    counts = []
+    counts, meshes = [], Meshes()
     for number, (given, documents) in enumerate(asked):
         path = folder / f"{number}.rank{dist.get_rank()}.flight"
         flight.start(path, dist.get_rank())
-        train(given, documents)
+        train(meshes.of(given), given, documents)
         counts.append(sum(entry.name == "gather_parameters" for entry in flight.read(path).entries))
         flight.stop()
     return counts

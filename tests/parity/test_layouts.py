@@ -1,17 +1,15 @@
 """Every layout, in real gloo processes, gives the oracle's loss and gradients.
 
-By transitivity: oracle = one rank (test_oracle) = every layout (here). Each layout runs a list of cases in one set
-of processes: tied and untied heads, both denominators, micro-batches, a rank with nothing to train.
+By transitivity: oracle = one rank (test_oracle) = every layout (here). Layouts of as many ranks run a list of cases
+each in one set of processes: tied and untied heads, both denominators, micro-batches, a rank with nothing to train.
 """
 
 import pytest
 import torch
 
 from tests.helpers.bars import assert_float64_parity
-from tests.helpers.ranks import run_ranks
-from tests.parity.cases import many_steps, one_step
+from tests.parity.cases import in_shared_processes, one_step
 from tests.parity.test_oracle import LOSS, documents_near, oracle
-from workbench.specs.groups import LayoutSpec
 
 LAYOUTS = {
     "cp2_contiguous": {"cp": 2, "order": "contiguous"},
@@ -57,25 +55,17 @@ def truth():
 
 @pytest.fixture(scope="module")
 def on_ranks(truth, tmp_path_factory):
-    """Every rank's results of all cases in a layout; those that several tests look at are computed once."""
-    known = {}
-
-    def found(name):
-        if name in known:
-            return known[name]
-        cases = [(settings(LAYOUTS[name], **more), documents) for documents, more, _ in truth.values()]
-        world = LayoutSpec(**LAYOUTS[name]).world_size
-        answers = run_ranks(many_steps, world, tmp_path_factory.mktemp(name), cases)
-        if name in MEASURED:
-            known[name] = answers
-        return answers
-
-    return found
+    """Every rank's results of all cases in each layout."""
+    asked = {
+        name: [(settings(layout, **more), documents) for documents, more, _ in truth.values()]
+        for name, layout in LAYOUTS.items()
+    }
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_gives_the_oracles_gradients(name, truth, on_ranks):
-    layout, per_rank = LAYOUTS[name], on_ranks(name)
+    layout, per_rank = LAYOUTS[name], on_ranks[name]
     for number, (case, (_, _, (expected_loss, expected, logprobs))) in enumerate(truth.items()):
         for rank, answers in enumerate(per_rank):
             context = f"{name}, case {case}, rank {rank}"
@@ -96,7 +86,7 @@ def test_trained_tokens_are_the_same_set_in_every_layout(truth, on_ranks):
     documents, _, _ = truth["token"]
     whole = torch.tensor([m for d in documents for m in d["loss_mask"]]).bool()
     tokens = torch.tensor([t for d in documents for t in d["tokens"]])
-    kept = on_ranks("dp2_cp2")[0][list(truth).index("token")]["tokens"]
+    kept = on_ranks["dp2_cp2"][0][list(truth).index("token")]["tokens"]
     assert torch.equal(kept["trained"], whole)
     assert torch.equal(kept["targets"][whole], tokens[whole])
 
@@ -106,6 +96,6 @@ def test_metrics_are_those_of_one_rank(name, truth, on_ranks):
     documents, _, _ = truth["micro_batches"]
     expected = one_step(settings({}), documents)["metrics"]
     assert expected["tokens/trained/sum"] == sum(sum(d["loss_mask"]) for d in documents)
-    for rank, answers in enumerate(on_ranks(name)):
+    for rank, answers in enumerate(on_ranks[name]):
         metrics = answers[list(truth).index("micro_batches")]["metrics"]
         assert metrics == pytest.approx(expected, rel=1e-10), f"rank {rank}"

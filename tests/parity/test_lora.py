@@ -14,7 +14,7 @@ from tests.helpers.batches import nasty_documents, near_policy
 from tests.helpers.ranks import run_ranks
 from tests.oracles.lora import lora_step
 from tests.oracles.step import exact
-from tests.parity.cases import many_steps, one_step
+from tests.parity.cases import in_shared_processes, many_steps, one_step
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER
 from workbench.policy.decoder import TINY
@@ -109,9 +109,16 @@ def test_every_adapter_has_a_gradient(truth):
         assert {name.rpartition(".")[0].rpartition(".")[2] for name in gradients} >= {"lm_head", "o_proj", "q_proj"}
 
 
+@pytest.fixture(scope="module")
+def on_ranks(truth, tmp_path_factory):
+    """Every rank's results of both heads in each layout."""
+    asked = {name: heads(layout, "dense", truth) for name, layout in LAYOUTS.items()}
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
-    assert_parity(LAYOUTS[name], "dense", truth, tmp_path)
+def test_layout_gives_the_oracles_gradients(name, truth, on_ranks):
+    assert_results(LAYOUTS[name], "dense", truth, on_ranks[name])
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "shard_parameters": True, "checkpointing": True}], ids=str)
@@ -146,11 +153,18 @@ def test_more_layouts(name, truth, tmp_path):
 def assert_parity(layout, kind, truth, folder):
     """Loss, gradients and norms of a layout, with a plain head that is tied, and a fused one that is not."""
     ranks = math.prod(layout.get(axis, 1) for axis in ("dp", "cp", "tp", "pp"))
-    cases, expected = [], []
+    assert_results(layout, kind, truth, run_ranks(many_steps, ranks, folder, heads(layout, kind, truth)))
+
+
+def heads(layout, kind, truth):
+    cases = []
     for tied, head in ((True, {}), (False, FUSED)):
-        adapter, documents, result = truth[kind, tied]
+        adapter, documents, _ = truth[kind, tied]
         cases.append((with_lora(kind, adapter, layout, tied=tied, **head), documents))
-        expected.append(result)
-    for rank, results in enumerate(run_ranks(many_steps, ranks, folder, cases)):
-        for number, actual in enumerate(results):
-            check(actual, expected[number], f"{layout}, case {number}, rank {rank}")
+    return cases
+
+
+def assert_results(layout, kind, truth, per_rank):
+    for rank, results in enumerate(per_rank):
+        for tied, actual in zip((True, False), results, strict=True):
+            check(actual, truth[kind, tied][2], f"{layout}, tied={tied}, rank {rank}")

@@ -104,13 +104,25 @@ def test_a_sum_in_rank_order_rounds_each_partial_sum(documents):
         assert_same_bits(result["gradients"], expected)
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed", "fp8_rowwise"])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2, "order": "zigzag"}])
-def test_layouts_round_no_more_than_one_rank(layout, precision, documents, tmp_path):
+ROUNDED, ROUNDING = {"tp2": {"tp": 2}, "cp2": {"cp": 2, "order": "zigzag"}}, ("bf16_mixed", "fp8_rowwise")
+
+
+@pytest.fixture(scope="module")
+def rounded(documents, tmp_path_factory):
+    """The first rank's step of each layout, in each precision."""
+    asked = [(layout, precision) for layout in ROUNDED for precision in ROUNDING]
+    cases = [(settings(ROUNDED[layout], precision=precision), documents) for layout, precision in asked]
+    first, _ = run_ranks(many_steps, 2, tmp_path_factory.mktemp("ranks"), cases)
+    return dict(zip(asked, first, strict=True))
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("layout", ROUNDED)
+def test_layouts_round_no_more_than_one_rank(layout, precision, documents, rounded):
     """In the distance from float64 of the whole gradient; 2.5 is the factor of a comparison's budget."""
     exact = one_step(settings({}), documents)["gradients"]
     alone = one_step(settings({}, precision=precision), documents)["gradients"]
-    [actual], _ = run_ranks(many_steps, 2, tmp_path, [(settings(layout, precision=precision), documents)])
+    actual = rounded[layout, precision]
 
     def error(gradients):
         return sum(float((gradients[name] - exact[name]).square().sum()) for name in exact) ** 0.5
@@ -124,12 +136,28 @@ ALL_FLOAT64 = {
 }
 
 
+@pytest.fixture(scope="module")
+def all_float64(documents, tmp_path_factory):
+    """What each layout trains in float64, by rank, and what the paper does."""
+    asked = [(layout, sharded) for layout in ("dp2", "cp2") for sharded in (False, True)]
+    cases = [
+        (
+            settings(LAYOUTS[layout] | {"shard_parameters": sharded}, optimizer=OPTIMIZERS["adamw"], **TWO)
+            | ALL_FLOAT64,
+            documents,
+        )
+        for layout, sharded in asked
+    ]
+    per_rank = run_ranks(train_all, 2, tmp_path_factory.mktemp("ranks"), cases)
+    truth = truth_of(documents, OPTIMIZERS["adamw"], tied=True)
+    return dict(zip(asked, zip(*per_rank, strict=True), strict=True)), truth
+
+
 @pytest.mark.parametrize("layout", ["dp2", "cp2"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_with_every_dtype_float64_two_steps_are_those_of_the_paper(layout, sharded, documents, tmp_path):
-    steps, weights = truth_of(documents, OPTIMIZERS["adamw"], tied=True)
-    given = settings(LAYOUTS[layout] | {"shard_parameters": sharded}, optimizer=OPTIMIZERS["adamw"], **TWO)
-    for [actual] in run_ranks(train_all, 2, tmp_path, [(given | ALL_FLOAT64, documents)]):
+def test_with_every_dtype_float64_two_steps_are_those_of_the_paper(layout, sharded, all_float64):
+    trained, (steps, weights) = all_float64
+    for actual in trained[layout, sharded]:
         for (_, gradients, norm, _), (_, paper, paper_norm) in zip(actual["steps"], steps, strict=True):
             assert_float64_parity(gradients, paper, context=layout)
             assert norm == pytest.approx(paper_norm, rel=1e-12)

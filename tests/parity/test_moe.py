@@ -10,7 +10,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.batches import nasty_documents, near_policy
 from tests.helpers.ranks import run_ranks
 from tests.oracles.step import exact, grpo_step
-from tests.parity.cases import many_steps, one_step
+from tests.parity.cases import in_shared_processes, many_steps, one_step
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER
 from workbench.policy.decoder import tiny_qwen3_moe
@@ -87,9 +87,16 @@ def test_every_expert_is_trained(truth):
     assert "model.layers.1.mlp.gate_proj.weight" in gradients, "one layer is dense"
 
 
+@pytest.fixture(scope="module")
+def on_ranks(truth, tmp_path_factory):
+    """Every rank's results of both heads in each layout."""
+    asked = {name: heads(layout, truth) for name, layout in (LAYOUTS | SHARED).items()}
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("name", LAYOUTS | SHARED)
-def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
-    assert_parity((LAYOUTS | SHARED)[name], truth, tmp_path)
+def test_layout_gives_the_oracles_gradients(name, truth, on_ranks):
+    assert_results((LAYOUTS | SHARED)[name], truth, on_ranks[name])
 
 
 @pytest.mark.slow
@@ -101,8 +108,15 @@ def test_experts_on_several_ranks_give_the_oracles_gradients(name, truth, tmp_pa
 def assert_parity(layout, truth, folder):
     """Loss, gradients and norms of a layout, with a plain and a fused head, are those of the oracle."""
     ranks = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
-    cases = [(mixture(layout), truth[True][0]), (mixture(layout, tied=False, **FUSED), truth[False][0])]
-    for rank, (plain, fused) in enumerate(run_ranks(many_steps, ranks, folder, cases)):
+    assert_results(layout, truth, run_ranks(many_steps, ranks, folder, heads(layout, truth)))
+
+
+def heads(layout, truth):
+    return [(mixture(layout), truth[True][0]), (mixture(layout, tied=False, **FUSED), truth[False][0])]
+
+
+def assert_results(layout, truth, per_rank):
+    for rank, (plain, fused) in enumerate(per_rank):
         check(plain, truth, True, f"{layout}, rank {rank}")
         check(fused, truth, False, f"{layout}, fused, rank {rank}")
         for name, norm in plain["norms"].items():

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.parity import test_moe
-from tests.parity.cases import many_steps, step_on
+from tests.parity.cases import in_shared_processes, many_steps, step_on
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import documents_near, oracle
 from workbench.sharding.simulated import simulate
@@ -93,10 +93,19 @@ def test_simulated_stages_give_the_oracles_gradients(name, truth):
         check(step, expected, f"{name}, rank {rank}")
 
 
+@pytest.fixture(scope="module")
+def in_processes(truth, tmp_path_factory):
+    """Every rank's results of the cases of each name."""
+    asked = {
+        name: [(settings(layout, **more), truth[more.get("tied", True)][0]) for layout, more in cases]
+        for name, cases in PROCESSES.items()
+    }
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("name", PROCESSES)
-def test_stages_in_processes_give_the_oracles_gradients(name, truth, tmp_path):
-    cases = [(settings(layout, **more), truth[more.get("tied", True)][0]) for layout, more in PROCESSES[name]]
-    for rank, steps in enumerate(run_ranks(many_steps, 4, tmp_path, cases)):
+def test_stages_in_processes_give_the_oracles_gradients(name, truth, in_processes):
+    for rank, steps in enumerate(in_processes[name]):
         for (layout, more), step in zip(PROCESSES[name], steps, strict=True):
             check(step, truth[more.get("tied", True)][1], f"{layout}, rank {rank}")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
-from tests.parity.cases import as_batch, many_steps, one_step
+from tests.parity.cases import Meshes, as_batch, in_shared_processes, many_steps, one_step, step_on
 from tests.parity.sequence_cases import CORRECTIONS, DENOMINATORS, LOSSES, Oracle, settings
 from tests.unit.losses.test_document_sums import WRONG
 from workbench.errors import SpecError
@@ -71,14 +71,28 @@ SHARES = {
 def check(layout, chosen, oracle, truths, folder):
     shape = LAYOUTS[layout]
     cases = [(settings(shape, CASES[name], **more), oracle.documents) for name, more in chosen]
-    for rank, answers in enumerate(run_ranks(many_steps, shape.get("dp", 1) * shape["cp"], folder, cases)):
+    assert_answers(layout, chosen, truths, run_ranks(many_steps, shape.get("dp", 1) * shape["cp"], folder, cases))
+
+
+def assert_answers(layout, chosen, truths, per_rank):
+    for rank, answers in enumerate(per_rank):
         for (name, more), answer in zip(chosen, answers, strict=True):
             assert_same(answer, truths[name], f"{layout}, {name} {more}, rank {rank}")
 
 
+@pytest.fixture(scope="module")
+def shares(oracle, tmp_path_factory):
+    """Every rank's results of what each layout does in every run."""
+    asked = {
+        layout: [(settings(LAYOUTS[layout], CASES[name], **more), oracle.documents) for name, more in chosen]
+        for layout, chosen in SHARES.items()
+    }
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("layout", SHARES)
-def test_layout_gives_the_oracles_loss_and_gradients(layout, oracle, truths, tmp_path):
-    check(layout, SHARES[layout], oracle, truths, tmp_path)
+def test_layout_gives_the_oracles_loss_and_gradients(layout, truths, shares):
+    assert_answers(layout, SHARES[layout], truths, shares[layout])
 
 
 @pytest.mark.slow
@@ -109,7 +123,7 @@ def test_survivors_are_another_denominator(truths):
     assert len({round(value, 9) for value in loss.values()}) == len(loss)
 
 
-def broken_step(run, documents, pairing):
+def broken_step(mesh, run, documents, pairing):
     """One step whose sums over documents are completed by another collective."""
     right = flow.split_row
 
@@ -119,13 +133,14 @@ def broken_step(run, documents, pairing):
 
     flow.split_row = split_row
     try:
-        return one_step(run, documents)
+        return step_on(mesh, run, documents)
     finally:
         flow.split_row = right
 
 
 def broken_steps(cases):
-    return [broken_step(*case) for case in cases]
+    meshes = Meshes()
+    return [broken_step(meshes.of(run), run, *more) for run, *more in cases]
 
 
 def is_red(answer, truth):

@@ -7,8 +7,7 @@ a vocabulary of 19 over two ranks, ranks without anything to train.
 import pytest
 
 from tests.helpers.bars import assert_float64_parity
-from tests.helpers.ranks import run_ranks
-from tests.parity.cases import many_steps
+from tests.parity.cases import in_shared_processes
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import documents_near, oracle
 
@@ -29,14 +28,22 @@ def truth():
     }
 
 
+@pytest.fixture(scope="module")
+def on_ranks(truth, tmp_path_factory):
+    """Every rank's results of all cases in each layout."""
+    asked = {
+        name: [
+            (settings(layout | {"sequence_parallel": True}, **more), documents) for documents, more, _ in truth.values()
+        ]
+        for name, layout in LAYOUTS.items()
+    }
+    return in_shared_processes(asked, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_tokens_over_tp_give_the_oracles_gradients(name, truth, tmp_path):
-    layout = LAYOUTS[name] | {"sequence_parallel": True}
-    world = layout.get("dp", 1) * layout.get("cp", 1) * layout["tp"]
-    cases = [(settings(layout, **more), documents) for documents, more, _ in truth.values()]
-    per_rank = run_ranks(many_steps, world, tmp_path, cases)
+def test_tokens_over_tp_give_the_oracles_gradients(name, truth, on_ranks):
     for number, (case, (_, _, (expected_loss, expected, _))) in enumerate(truth.items()):
-        for rank, answers in enumerate(per_rank):
+        for rank, answers in enumerate(on_ranks[name]):
             context = f"{name}, {case}, rank {rank}"
             assert abs(answers[number]["loss"] - expected_loss) <= 1e-12 * max(1, abs(expected_loss)), context
             assert_float64_parity(answers[number]["gradients"], expected, context=context)

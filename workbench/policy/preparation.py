@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
-from workbench.policy.decoder import TINY, load_decoder
+from workbench.policy.decoder import TINY, copied, load_decoder
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.prediction import add_prediction
 
@@ -49,7 +47,7 @@ def prepare_decoder(
     settings: dict[str, Any] = {"tied": tied, "seed": seed, "depths": depths, "dtype": dtype, "lifted": lifted}
     if source in TINY:
         model, places = _prepared_tiny(source, **settings)
-        return _copied(model), places
+        return copied(model), places
     return _prepared(source, project=project, **settings)
 
 
@@ -74,14 +72,6 @@ def _prepared(
     model = lift_to_float64(model)
     check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     return model, places
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A deep copy. Most of its time would go to the ten empty dictionaries of hooks that each module has."""
-    empty = (
-        each for module in model.modules() for each in vars(module).values() if isinstance(each, dict) and not each
-    )
-    return copy.deepcopy(model, {id(each): type(each)() for each in empty})
 
 
 _prepared_tiny = functools.lru_cache(maxsize=8)(_prepared)

@@ -125,10 +125,11 @@ def make_mesh(
     if world == 1:
         return single_process_mesh(device)
     with flight.entering("make_mesh", "world", range(world), "world", tuple(sizes.values())):
-        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+        several = {name: size for name, size in sizes.items() if size > 1}  # each group of gloo polls its sockets
+        device_mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "the mesh has every rank of the job"
-        coordinate = dict(zip(AXES, coordinates, strict=True))
+        coordinate = dict.fromkeys(AXES, 0) | dict(zip(several, coordinates, strict=True))
         axes = {
             name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
             for name, size in sizes.items()

@@ -84,6 +84,17 @@ def test_qwen3_has_the_weights_of_the_published_checkpoint():
     assert model.config.rope_parameters["rope_theta"] == 1e6
 
 
+def test_a_tiny_decoder_and_its_configuration_are_the_callers_own():
+    """This process keeps what it has made."""
+    model, expected = load_decoder("tiny-qwen3"), tiny_qwen3(19)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.config.vocab_size = decoder_config("tiny-qwen3").vocab_size = 1
+    again = load_decoder("tiny-qwen3")
+    assert all(map(torch.equal, again.parameters(), expected.parameters()))
+    assert again.config.to_dict() == decoder_config("tiny-qwen3").to_dict() == expected.config.to_dict()
+
+
 class TestSmallCheckpoints:
     """A process keeps the most recent one, and gives out copies."""
 

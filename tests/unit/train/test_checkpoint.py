@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import online_runs
 from tests.helpers.batches import nasty_documents
-from tests.helpers.online_runs import done, spec_of
+from tests.helpers.online_runs import spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import differing
 from workbench import atomic as whole_files
@@ -27,6 +28,7 @@ from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import LayoutSpec
 from workbench.specs.precision import PRESETS
+from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
 from workbench.train import checkpoint
 from workbench.train import step as flow
@@ -41,6 +43,11 @@ from workbench.train.optimizer import build_optimizer
 from workbench.train.worker import run_here
 
 LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}}
+
+
+def done(folder, name="run", continues=None, **changes):
+    """A run that samples all its prompts at once, unless it is asked otherwise."""
+    return online_runs.done(folder, name, continues, **merge({"online": {"prompts_at_once": 3}}, changes))
 
 
 def new_run(folder, **changes):
@@ -343,9 +350,10 @@ def test_counts_of_a_fused_optimizer_are_on_the_device_of_its_parameters():
 
 def test_a_run_resumed_on_several_ranks_copies_once(tmp_path):
     layout = {"layout": {"dp": 2, "tp": 2}, "record": {"checkpoint_every": 2}, "precision": "float32"}
+    layout["online"] = {"prompts_at_once": 1}  # the ranks share them
     half = done(tmp_path, "half", **layout, steps=2)
-    whole = done(tmp_path, "whole", **layout, steps=4)
-    goes_on = done(tmp_path, "goes_on", continues=half.path.name, **layout, steps=4)
+    whole = done(tmp_path, "whole", **layout, steps=3)
+    goes_on = done(tmp_path, "goes_on", continues=half.path.name, **layout, steps=3)
     (lines, text), (expected_lines, expected) = contents(goes_on), contents(whole)
     assert lines == expected_lines
     assert differing(text, expected) == []
