@@ -350,7 +350,7 @@ class Experiment:
         sweep = self.launch(**launching, detached=False, on_event=on_event if here else None).sweep
         assert sweep is not None, "launched just now"
         if not sweep.done:
-            threading.Thread(target=_import_ahead, name="imports", daemon=False).start()
+            threading.Thread(target=_import_ahead, args=(notebook,), name="imports", daemon=False).start()
         try:
             sweep.follow(on_event if on_event and not here else lambda event: None)
             self.report(notebook=notebook)
@@ -402,9 +402,10 @@ def rebuild_report(folder: Path, *, notebook: bool = False) -> Path:
     return _write_report(Comparison.load(folder), folder, notebook=notebook)
 
 
-def _import_ahead() -> None:
-    """Import what comparing and reporting need while this process would only wait: about 4 s of one core."""
-    for name in ("workbench.compare.align", "workbench.report.page", "workbench.report.notebook", "nbclient"):
+def _import_ahead(notebook: bool) -> None:
+    """Import what comparing and reporting need while this process would only wait: up to 4 s of one core."""
+    of_a_notebook = ("workbench.report.notebook", "nbclient") if notebook else ()
+    for name in ("workbench.compare.align", "workbench.report.page", *of_a_notebook):
         importlib.import_module(name)
 
 

@@ -28,10 +28,10 @@ mine = {"a": {}, "b": {"loss": {"name": "cispo"}}}
 base = {"precision": "float64", "steps": 2}
 own = wb.Experiment({"base": base, "reference": "a", "configurations": mine}, folder="own")
 wb.figures.gradient_norm_by_step(own.run(where="processes"))"""
-# so many steps that no machine has done them before the last line of the test; slow ones, which leave it the cores
+# so many steps that no machine has done them before the last line of the test; slow and small, which leave it the cores
 TWO_TRIALS = """
 question: Is anybody watching?
-base: {precision: float64, steps: 1000000, loss: {name: "patience.py:loss"}}
+base: {precision: float64, steps: 1000000, loss: {name: "patience.py:loss"}, data: {documents_per_step: 1}}
 reference: patient
 configurations: {patient: {}, stopped: {seed: 1}}
 """

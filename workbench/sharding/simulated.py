@@ -165,6 +165,7 @@ class _World:
         self.sizes, self.inner, self.device = sizes, inner, device
         places = itertools.product(*(range(size) for size in sizes.values()))  # the last, tp, varies fastest
         self.ranks = [_Rank(number, dict(zip(sizes, place, strict=True))) for number, place in enumerate(places)]
+        self.groups = self._groups()
         self.results: list[Any] = [None] * len(self.ranks)
         self.ready: deque[_Rank] = deque(self.ranks)
         self.running: _Rank | None = None
@@ -311,9 +312,21 @@ class _World:
         )
 
     def _mesh(self, rank: _Rank) -> Mesh:
-        """Each axis holds the ranks with the same coordinates on all other axes; dp x cp is split in three ways."""
+        axes = {}
+        for name, of_rank in self.groups.items():
+            ranks = of_rank[rank.number]
+            own = ranks.index(rank.number)
+            group = _Group(self, name, own, ranks)
+            axes[name] = Axis(name, len(ranks), own, group, ranks) if len(ranks) > 1 else Axis(name)
+        return Mesh(axes, self.device)
 
-        def outside(rank: _Rank, names: set[str]) -> dict[str, int]:
+    def _groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """By axis, the ranks with which each rank shares it: those with its coordinates on all other axes.
+
+        dp x cp is split in three ways.
+        """
+
+        def outside(rank: _Rank, names: set[str]) -> tuple[int, ...]:
             dp, cp, tp = (rank.coordinates[name] for name in ("dp", "cp", "tp"))
             stage = {"pp": rank.coordinates.get("pp", 0)}
             near = self.inner["cp_inner"]
@@ -322,17 +335,18 @@ class _World:
                 if names & set(parts):
                     place, near = dp * self.sizes["cp"] + cp, self.inner[parts[0]]
                     split = stage | {parts[0]: place % near, parts[1]: place // near, "tp": tp}
-            return {name: at for name, at in split.items() if name not in names}
+            return tuple(at for name, at in split.items() if name not in names)
 
         cp, single = {"cp_inner", "cp_outer"}, ("pp", "dp", "tp", "cp_inner", "cp_outer")
-        axes = {}
         several = {"cp": cp, "dp_cp": cp | {"dp"}}
+        groups = {}
         for name, names in ({name: {name} for name in (*single, "ep", "edp", "shard", "replica")} | several).items():
-            ranks = tuple(other.number for other in self.ranks if outside(other, names) == outside(rank, names))
-            own = ranks.index(rank.number)
-            group = _Group(self, name, own, ranks)
-            axes[name] = Axis(name, len(ranks), own, group, ranks) if len(ranks) > 1 else Axis(name)
-        return Mesh(axes, self.device)
+            places = [outside(rank, names) for rank in self.ranks]
+            members: dict[tuple[int, ...], list[int]] = {}
+            for number, place in enumerate(places):
+                members.setdefault(place, []).append(number)
+            groups[name] = [tuple(members[place]) for place in places]
+        return groups
 
 
 def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -1,6 +1,7 @@
 """`workbench mcp`, called by the SDK's own client over stdio: one server for all tests."""
 
 import json
+import os
 import shlex
 import sys
 import threading
@@ -44,8 +45,9 @@ def call(wire):
     from mcp.client.stdio import StdioServerParameters
 
     serve = shlex.join([warm.python(), "-m", "workbench", "mcp", "--folder", str(ROOT)])
-    kept = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    server = StdioServerParameters(command="sh", args=["-c", f"{serve} | tee {shlex.quote(str(wire))}"], env=kept)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # the SDK passes little of it on
+    command = ["-c", f"{serve} | tee {shlex.quote(str(wire))}"]
+    server = StdioServerParameters(command="sh", args=command, env=environment)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(Client(server)) as client:
 
         def call(name="", **arguments):

@@ -88,9 +88,9 @@ def test_events_of_a_rendezvous_have_the_names_that_torch_gives_them():
 
 
 @contextlib.contextmanager
-def job(folder, *faults, hang_s=2.0, server=None, **settings):
-    """A run of two ranks of the watched worker under a real agent, forked unless another server is named."""
-    spec = {"steps": 4, "layout": {"cp": 2}, "faults": faults} | settings
+def job(folder, *faults, ranks=2, hang_s=2.0, server=None, **settings):
+    """A run of the watched worker under a real agent, its ranks forked unless another server is named."""
+    spec = {"steps": 4, "layout": {"cp": ranks}, "faults": faults} | settings
     run = RunDirectory.create(folder, "job", RunSpec.model_validate(spec))
     output = run.path / "torchx/app/1/trainer/0"
     output.mkdir(parents=True)
@@ -107,7 +107,7 @@ def job(folder, *faults, hang_s=2.0, server=None, **settings):
         "workbench.launch.agent",
         "--standalone",
         "--nnodes=1",
-        "--nproc-per-node=2",
+        f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         "-m",
         watched_worker.__name__,
@@ -155,7 +155,7 @@ def test_a_rank_that_skipped_a_collective_is_named_long_before_any_time_is_over(
 
 
 def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_out(tmp_path):
-    with job(tmp_path, "spin", timeout_s=15.0) as (run, agent):
+    with job(tmp_path, "spin", hang_s=1.0, timeout_s=10.0) as (run, agent):
         named, deadline = run.path / "ranks/waiting.json", time.monotonic() + 60
         while not named.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -204,18 +204,19 @@ def test_a_rank_that_leaves_early_is_named_and_not_called_a_hang(tmp_path):
 
 
 def ranks_of(run):
-    """The processes of both ranks, once they train."""
+    """The processes of the ranks, once they train."""
     deadline = time.monotonic() + 60
     while len(run.steps()) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    ranks = [psutil.Process(flight.read(flight_path(run, rank)).pid) for rank in (0, 1)]
+    numbers = range(run.spec.layout.world_size)
+    ranks = [psutil.Process(flight.read(flight_path(run, rank)).pid) for rank in numbers]
     assert all(rank.is_running() for rank in ranks)
     return ranks
 
 
-@pytest.mark.parametrize("server", [FORKED, ELASTIC], ids=["forked", "elastic"])
-def test_ranks_leave_with_an_agent_that_was_killed(tmp_path, server):
-    with job(tmp_path, "slow", steps=1000, server=server) as (run, agent):
+@pytest.mark.parametrize(("server", "ranks"), [(FORKED, 2), (ELASTIC, 1)], ids=["forked", "elastic"])
+def test_ranks_leave_with_an_agent_that_was_killed(tmp_path, server, ranks):
+    with job(tmp_path, "slow", steps=1000, server=server, ranks=ranks) as (run, agent):
         ranks = ranks_of(run)
         psutil.Process(run.state["agent"]["pid"]).kill()
         agent.wait(timeout=60)

@@ -17,6 +17,15 @@ from workbench.launch.failure_analysis import record_end
 from workbench.launch.watchdog import Watchdog
 
 STEPS = "a b c " * 3
+LOOK_S = 0.2
+"""A rank may be waiting when it has not moved for this long, and a wait is certain when it lasts as long again."""
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch):
+    """These ranks have stopped moving before the first look; `test_agent.py` has the times of a real agent."""
+    monkeypatch.setattr(watching, "_STILL_S", LOOK_S)
+    monkeypatch.setattr(watching, "_SURE_S", LOOK_S)
 
 
 def pids_of(ranks):
@@ -168,9 +177,9 @@ def test_a_rank_that_is_waited_for_longer_than_the_spec_allows_is_ended(tmp_path
 def test_no_rank_is_named_too_early(tmp_path):
     with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), hang_s=300.0)
-        for _ in range(3):
+        for _ in range(4):
             assert dog.look() is False
-            time.sleep(0.6)
+            time.sleep(LOOK_S)
         assert waiting(run) is None
 
 
@@ -197,12 +206,12 @@ def test_a_record_of_another_process_does_not_count(tmp_path):
 
 
 def test_no_other_rank_is_blamed_if_one_reports_its_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(watching, "_GONE_S", 0.2)
+    monkeypatch.setattr(watching, "_GONE_S", LOOK_S)
     with pretended_ranks(tmp_path, "a (b", "a raise") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks))
-        for _ in range(4):
+        for _ in range(5):
             assert dog.look() is False
-            time.sleep(0.6)
+            time.sleep(LOOK_S)
         assert ranks[0].poll() is None
     assert run.failure()["exception"] == "ValueError"
 
@@ -214,12 +223,12 @@ def test_a_rank_gets_time_to_report_its_failure(tmp_path):
         wait_until(lambda: dog.look() or "in write_exit" in dog.stack_of(1))
         for _ in range(5):
             assert dog.look() is False
-            time.sleep(0.4)
+            time.sleep(LOOK_S)
         assert run.exits() == {}
         assert [process.poll() for process in ranks] == [None, None]
 
 
-@pytest.mark.parametrize(("patience_s", "ended"), [(0.5, True), (60.0, False)])
+@pytest.mark.parametrize(("patience_s", "ended"), [(LOOK_S, True), (60.0, False)])
 def test_the_parent_of_a_silently_dead_process_reports_first(tmp_path, monkeypatch, patience_s, ended):
     monkeypatch.setattr(watching, "_GONE_S", patience_s)
     with pretended_ranks(tmp_path, "a (b", "a gone") as (run, ranks):
@@ -228,7 +237,7 @@ def test_the_parent_of_a_silently_dead_process_reports_first(tmp_path, monkeypat
             result.append(dog.look())
             if result[-1]:
                 break
-            time.sleep(0.5)
+            time.sleep(LOOK_S)
         assert any(result) is ended
         assert (run.failure() is not None) is ended
 
@@ -302,13 +311,12 @@ def test_the_agent_of_the_ranks_node_ends_it_and_the_others_end_their_own(tmp_pa
     assert " in stay\n" in failure["stack"]
 
 
-def test_the_agent_of_another_node_gives_no_verdict_while_that_of_the_rank_may(tmp_path, monkeypatch):
-    monkeypatch.setattr(watching, "_SURE_S", 0.2)
+def test_the_agent_of_another_node_gives_no_verdict_while_that_of_the_rank_may(tmp_path):
     with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
         first, _ = dogs_of(run, ranks)
         for _ in range(4):
             assert first.look() is False
-            time.sleep(0.6)
+            time.sleep(LOOK_S)
         assert run.exits() == {}
         assert [process.poll() for process in ranks] == [None, None]
 
@@ -343,6 +351,6 @@ def test_a_clock_that_jumps_ends_nothing(tmp_path, monkeypatch, jump_s):
         dog = Watchdog(run, pids_of(ranks), hang_s=60.0)
         for _ in range(4):
             assert dog.look() is False
-            time.sleep(0.6)
+            time.sleep(LOOK_S)
         assert waiting(run) is None
         assert [process.poll() for process in ranks] == [None, None]

@@ -18,23 +18,28 @@ from workbench.report.exporters.tracked import Writer, tracked
 
 POLL_S = 0.5
 SHARE = 20
-"""A poll reads whole records, so the next one waits so many times as long: long runs cost at most a twentieth of a
-core."""
+"""A poll reads whole records, so the next one waits so many times as long as that: long runs cost at most a twentieth
+of a core."""
 
 
 class Followed:
-    """One run: what the tracker has of it."""
+    """One run: what the tracker has of it.
+
+    Attributes:
+        reading_s: what the last poll took to read the record; the start of a tracker comes once.
+    """
 
     def __init__(self, path: Path, writer: Writer) -> None:
         self.run, self.writer = RunDirectory.open(path), writer
         self.session: Any = None
-        self.sent, self.done, self._said = 0, False, ""
+        self.sent, self.done, self.reading_s, self._said = 0, False, 0.0, ""
 
     def poll(self) -> None:
         """Send the steps that are new, and the end."""
         status = self.run.status
         if status == "pending":
             return
+        began = time.monotonic()
         try:
             now = tracked(self.run)
         except RecordError as error:  # said once; a later poll may find the file whole
@@ -43,6 +48,8 @@ class Followed:
                 sys.stdout.write(f"{error}\n")
             self.done = status in ENDED
             return
+        finally:
+            self.reading_s = time.monotonic() - began
         if self.session is None:
             self.session = self.writer.live(now)
         for step in now.steps[self.sent :]:
@@ -62,13 +69,12 @@ def main() -> None:
     alone = False
     try:
         while True:
-            began = time.monotonic()
-            for each in followed:
-                if not each.done:
-                    each.poll()
+            going_on = [each for each in followed if not each.done]
+            for each in going_on:
+                each.poll()
             if alone or all(each.done for each in followed):
                 break
-            pause = max(POLL_S, SHARE * (time.monotonic() - began))
+            pause = max(POLL_S, SHARE * sum(each.reading_s for each in going_on))
             alone = bool(select.select([sys.stdin.buffer], [], [], pause)[0])  # readable: its end
     finally:
         writer.close()

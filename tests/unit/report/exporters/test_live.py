@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.helpers.hand_made import make_run, step_record
+from tests.helpers.stand_in import stand_in
 from tests.unit.report.exporters.test_follow import end_run
+from workbench.report.exporters import live
 from workbench.report.exporters.live import Followed
 
 
@@ -53,3 +57,23 @@ def test_a_damaged_record_is_said_once_and_ends_nothing(tmp_path, capsys):
     followed.poll()
     assert capsys.readouterr().out.count("damaged") == 1
     assert tracker.heard == []
+
+
+def test_the_start_of_a_tracker_is_no_time_of_reading(tmp_path, monkeypatch):
+    """The pause after it was twenty times the start, of a second: the next steps arrived half a minute late."""
+    run, now_s, read = make_run(tmp_path / "parity", "a", state="running", done=2), [0.0], live.tracked
+    monkeypatch.setattr(live, "time", stand_in(time, monotonic=lambda: now_s[0]))
+
+    def reading(run):
+        now_s[0] += 2.0
+        return read(run)
+
+    class Slow(Recorder):
+        def live(self, run):
+            now_s[0] += 100.0
+            return super().live(run)
+
+    monkeypatch.setattr(live, "tracked", reading)
+    followed = Followed(run.path, Slow())
+    followed.poll()
+    assert followed.reading_s == 2.0
