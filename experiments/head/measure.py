@@ -182,8 +182,8 @@ def _forget(work: Workload) -> None:
 
 def _clear(work: Workload) -> None:
     _forget(work)
-    gc.collect()
-    if work.hidden_TD.device.type == "cuda":
+    if work.hidden_TD.device.type == "cuda":  # elsewhere no memory is measured
+        gc.collect()
         torch.cuda.empty_cache()
 
 

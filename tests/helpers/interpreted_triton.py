@@ -65,8 +65,11 @@ def repair_interpreter() -> None:
 def _quicken_interpreter() -> None:
     """Let a kernel replace the language's functions once, and not again in each call of a function of the device.
 
-    That, and a table of all dtypes that was made for each tensor, was 45 % of the time of an interpreted kernel.
+    That, and a table of all dtypes that was made for each tensor, was 45 % of the time of an interpreted kernel. A
+    check of integers for an overflow, which reports only where kernels are debugged, was a seventh of the rest.
     """
+    import dataclasses
+    import functools
     import inspect
 
     import triton.language as tl
@@ -75,6 +78,7 @@ def _quicken_interpreter() -> None:
     patch_lang, numpy_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     replaced = set()  # the modules of the language whose functions are, in the kernel that runs
 
+    @functools.cache
     def languages(function):
         return {m.__name__ for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)}
 
@@ -101,5 +105,8 @@ def _quicken_interpreter() -> None:
             dtypes[dtype.name] = numpy_dtype(dtype)
         return dtypes[dtype.name]
 
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang, interpreter._get_np_dtype = patch_for_a_kernel, numpy_dtype_once
     interpreter.InterpretedFunction.__call__ = call_on_the_device

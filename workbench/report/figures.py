@@ -155,10 +155,11 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
         for c, axes in zip(block, row, strict=False):
             _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach, width=110 // columns + 1)
             axes.set_ylim(len(names) - 0.3, -0.7)
-            axes.tick_params(left=False, bottom=False)  # of length 0, and measured even where they have no label
-            axes.tick_params(axis="y", labelsize=7, labelleft=axes is row[0])
-            axes.tick_params(axis="x", labelbottom=block is blocks[-1])
-        row[0].set_yticks(range(len(names)), labels)
+            axes.yaxis.set_visible(axes is row[0])
+            axes.xaxis.set_visible(block is blocks[-1])
+            if block is blocks[-1]:
+                axes.set_xticks([0.5, 1, 2], ["½", "1", "2"], fontsize=7)
+        row[0].set_yticks(range(len(names)), labels, fontsize=7)
     return figure
 
 
@@ -196,8 +197,8 @@ def _ratio_column(
     style.remark(axes, "\n".join(notes), (0, 1), offset=(0, 1), fontsize=6.5, color=look.color)
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
-    axes.set_xticks([0.5, 1, 2], ["½", "1", "2"], fontsize=7)
     axes.minorticks_off()
+    axes.xaxis.set_label_coords(0, 0)
 
 
 def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:

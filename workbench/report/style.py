@@ -123,6 +123,7 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: Literal
     if y:
         remark(axes, y, (0, 1), offset=(0, 7), fontsize=7.5)
     axes.set_xlabel(x, fontsize=7.5, color=MUTED, loc="left")
+    axes.yaxis.set_label_coords(-0.06, 0.5)  # of no label, for which matplotlib would measure the ticks once more
     return axes
 
 

@@ -69,8 +69,12 @@ def several():
     }
 
 
-def test_figures_bars_and_omissions():
-    text = page(record(), several())
+@pytest.fixture(scope="module")
+def text():
+    return page(record(), several())
+
+
+def test_figures_bars_and_omissions(text):
     assert text.count("<figure") == 4
     assert "Left out: absent (not installed)" in text
     assert "<b>missed</b>" in text
@@ -82,14 +86,14 @@ def test_the_summary_counts_the_bars():
     assert answer(record() | {"bars": {}}).endswith("No bar is stated for this device.")
 
 
-def test_written_from_a_folder_in_the_same_bytes(tmp_path):
+def test_written_from_a_folder_in_the_same_bytes(text, tmp_path):
     with pytest.raises(RecordError, match="run workbench bench head first"):
         write_head_report(tmp_path)
     (tmp_path / "head.json").write_bytes(to_json(record()))
     alone = write_head_report(tmp_path).read_text()
     assert alone.count("<figure") == 3
     (tmp_path / "head_parallel.json").write_bytes(to_json(several()))
-    assert main([str(tmp_path)]).read_text() == page(record(), several()) != alone
+    assert main([str(tmp_path)]).read_text() == text != alone
 
 
 def test_memory_is_unknown_without_a_gpu():

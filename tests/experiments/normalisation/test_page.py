@@ -128,9 +128,13 @@ def failed(comparison):
     return replace(comparison, configurations=[*comparison.configurations, replace(broken, why="out of <memory>")])
 
 
+def parts():
+    return one_batch(), failed(fifty_steps()), thousand_documents(), counted_twice()
+
+
 @pytest.fixture(scope="module")
 def text():
-    return page(one_batch(), failed(fifty_steps()), thousand_documents(), counted_twice())
+    return page(*parts())
 
 
 # ---- one batch -----------------------------------------------------------------------------------------
@@ -250,12 +254,11 @@ def test_the_page_has_both_summaries_figures_and_tables(text):
     assert '<th scope="row">AdamW, clipped at 0.3; loss ÷ M</th><td class="number">8.00</td>' in text
 
 
-def test_the_page_is_reproducible_from_the_saved_records(tmp_path):
-    parts = (one_batch(), fifty_steps(), thousand_documents(), counted_twice())
-    for comparison in parts:
+def test_the_page_is_reproducible_from_the_saved_records(text, tmp_path):
+    for comparison in parts():
         comparison.save(tmp_path / comparison.experiment / "comparison.json")
     assert normalisation.main([str(tmp_path)]) == tmp_path / "report.html"
-    assert (tmp_path / "report.html").read_text(encoding="utf8") == page(*parts)
+    assert (tmp_path / "report.html").read_text(encoding="utf8") == text
 
 
 def test_a_comparison_in_which_nothing_succeeded_is_refused():

@@ -33,10 +33,15 @@ def test_rewards_are_shares_of_even_ids():
 
 
 def test_a_named_preset_replaces_its_own_run_alone(tmp_path, monkeypatch):
+    def few(*arguments, make=online.settings):
+        run = make(*arguments)
+        return run | {"steps": 2, "online": run["online"] | {"prompts": 4, "answers": 2, "max_new_tokens": 4}}
+
     monkeypatch.setattr(online, "FOLDER", tmp_path)
+    monkeypatch.setattr(online, "settings", few)
     runs = {"float64": {"left_out": "kept"}, "tf32": {"left_out": "no time"}}
     (tmp_path / "online.json").write_bytes(to_json({"runs": runs}))
     online.main(["1", "tf32"])
     runs = from_json((tmp_path / "online.json").read_text())["runs"]
     assert runs["float64"] == {"left_out": "kept"}
-    assert len(runs["tf32"]["reward"]) == 8
+    assert len(runs["tf32"]["reward"]) == 2

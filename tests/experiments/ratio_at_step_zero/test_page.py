@@ -149,18 +149,17 @@ def test_the_page_lists_runs_with_identical_samples(text):
     assert "The runs with a bfloat16 sampler did not draw the same completions." in page(records(c="bb"))
 
 
-def test_the_page_is_whole_offline_and_the_same_every_time(text):
+def test_the_page_is_whole_and_offline(text):
     read = Reader(text)
     assert read.crossed == []
     assert read.open == []
-    assert page(records()) == text
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert {"h1", "figure", "svg", "table"} <= {tag for tag, _ in read.tags}
     assert read.text.count("k3 on the sampler's tokens") == 1
     assert "What helps is the same arithmetic on both sides, trunk and head." in read.text
 
 
-def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):
+def test_it_is_written_from_a_folder_in_the_same_bytes_and_a_failed_run_is_named(text, tmp_path):
     made = records()
     for name in ABLATIONS:
         (tmp_path / name).mkdir()
@@ -169,7 +168,7 @@ def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):
         write_ratio_at_step_zero(tmp_path)
     for name in ABLATIONS:
         (tmp_path / name / "log_ratios.json").write_bytes(to_json(made.log_ratios[name]))
-    assert write_ratio_at_step_zero(tmp_path).read_text() == page(made)
+    assert write_ratio_at_step_zero(tmp_path).read_text() == text
     broken = made.comparisons["bfloat16"].configurations
     broken[0] = replace(broken[0], state="failed", why="out of memory")
     with pytest.raises(RecordError, match="a: out of memory"):

@@ -48,9 +48,9 @@ def test_every_gate_names_its_source_at_a_commit():
         assert ".py" in gate.source
 
 
-STEPS = 2
+STEPS = 1
 LAYOUTS = {"one_rank": {}, "cp2": {"layout": {"cp": 2, "order": "zigzag"}}}
-"""One pair of layouts and so many steps, in which one of the two faults shows; the benchmark measures the whole."""
+"""One pair of layouts and one step, in which one of the two faults shows; the benchmark measures the whole."""
 
 
 def test_the_record_has_both_precisions_the_gates_and_bars(tmp_path, monkeypatch):

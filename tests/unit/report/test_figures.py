@@ -1,5 +1,6 @@
 """Figures: they draw the comparison, omit nothing silently, and open no window."""
 
+import functools
 import math
 import sys
 from dataclasses import replace
@@ -19,6 +20,12 @@ ALL = [
     figures.loss_by_step,
     figures.time_and_memory,
 ]
+
+
+@pytest.fixture(scope="module")
+def drawn(comparison):
+    """A figure of the comparison, drawn once for the tests that only read it."""
+    return functools.cache(lambda draw: draw(comparison))
 
 
 def ran(comparison):
@@ -86,8 +93,8 @@ def test_norm_ratios_are_the_comparison_s_in_the_model_s_order(comparison):
     assert len(names) == len(PARAMETERS)
 
 
-def test_norm_ratios_show_a_fault_off_one_and_a_correct_layout_on_it(comparison):
-    axes = {line.get_label(): a for a in figures.norm_ratios(comparison).axes for line in a.lines}
+def test_norm_ratios_show_a_fault_off_one_and_a_correct_layout_on_it(drawn):
+    axes = {line.get_label(): a for a in drawn(figures.norm_ratios).axes for line in a.lines}
     fault = axes["fault_missing_cp_factor"]
     low, high = fault.get_xlim()
     width = math.log(high / low)
@@ -97,8 +104,8 @@ def test_norm_ratios_show_a_fault_off_one_and_a_correct_layout_on_it(comparison)
     assert max(abs(math.log(x)) for x in correct.get_xdata()) / width < 1e-6
 
 
-def test_norm_ratios_mark_parameters_judged_by_the_floor(comparison):
-    for axes in filter(lambda axes: axes.get_visible(), figures.norm_ratios(comparison).axes):
+def test_norm_ratios_mark_parameters_judged_by_the_floor(drawn):
+    for axes in filter(lambda axes: axes.get_visible(), drawn(figures.norm_ratios).axes):
         hollow = [line for line in axes.lines if line.get_markerfacecolor() == "#ffffff"]
         assert [list(line.get_ydata()) for line in hollow] == [[PARAMETERS.index(FLOORED)]]
 
@@ -138,8 +145,8 @@ def test_many_configurations_use_a_second_row(comparison):
     assert set(drawn_lines(figure)) == {f"tp2-{i}" for i in range(14)}
 
 
-def test_importance_ratios_are_shares_of_the_recorded_counts(comparison):
-    figure = figures.importance_ratios(comparison)
+def test_importance_ratios_are_shares_of_the_recorded_counts(drawn, comparison):
+    figure = drawn(figures.importance_ratios)
     assert len(figure.axes) == 2 * 4
     assert not [text for text in texts(figure) if "beyond" in text]
     axes = figure.axes[3]
@@ -152,8 +159,8 @@ def test_importance_ratios_are_shares_of_the_recorded_counts(comparison):
     assert len(axes.patches) == 9
 
 
-def test_importance_ratios_show_the_clip_bounds(comparison):
-    for axes in figures.importance_ratios(comparison).axes:
+def test_importance_ratios_show_the_clip_bounds(drawn):
+    for axes in drawn(figures.importance_ratios).axes:
         assert sorted(line.get_xdata()[0] for line in axes.lines) == pytest.approx([0.8, 1.28])
         assert axes.get_xlim()[0] < 0.8
         assert axes.get_xlim()[1] > 1.28

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -92,11 +91,12 @@ def test_nbformat_is_imported_without_the_grammar_of_iris_which_is_there_when_on
     code = """
 import sys
 from workbench.report.notebook import _without_iri_grammar
+assert not {"nbformat", "jsonschema"} & sys.modules.keys()
 with _without_iri_grammar():
     import nbformat, jsonschema
 assert not any(name.split(".")[0] in ("lark", "rfc3987_syntax") for name in sys.modules)
 checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
 print([checker.conforms(text, "iri") for text in ("http://example.org/ä", "no iri")])
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run([warm.python(), "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert ended.stdout == "[True, False]\n", ended.stderr

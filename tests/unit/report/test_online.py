@@ -83,9 +83,10 @@ def test_every_panel_has_every_run_with_every_number_and_the_mean_of_seeds():
 
 
 def test_only_the_mismatch_is_logarithmic_also_at_zero():
-    scales = {axes.get_title(loc="left"): axes.get_yscale() for axes in online_curves(two_losses()).axes}
+    panels = online_curves(two_losses()).axes
+    scales = {axes.get_title(loc="left"): axes.get_yscale() for axes in panels}
     assert {title for title, scale in scales.items() if scale == "log"} == {"sampler and trainer apart"}
-    low, high = online_curves(two_losses()).axes[4].get_ylim()
+    low, high = panels[4].get_ylim()
     assert low == pytest.approx(0.01)
     assert high == pytest.approx(1.0)
     exact = configuration("a", steps=[record | {KEYS[4]: 0.0} for record in records(0)])

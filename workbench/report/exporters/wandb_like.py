@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,9 @@ class Wandb(_WandbLike):
         self._scratch = None
 
     def close(self) -> None:
-        """End W&B's service, and remove what an error left unfinished."""
-        import wandb
-
-        wandb.teardown()
+        """End W&B's service, if a run began, and remove what an error left unfinished."""
+        if (wandb := sys.modules.get("wandb")) is not None:
+            wandb.teardown()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 

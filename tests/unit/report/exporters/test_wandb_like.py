@@ -98,12 +98,13 @@ class TestWandb:
         assert wandb.has(run)
 
 
-class TestTrackio:
-    @pytest.fixture
-    def database(self, exported):
-        """The result of trackio's own functions, in a process with our folder."""
-        return _trackio_reads(exported("trackio")[0])
+@pytest.fixture(scope="module")
+def database(exported):
+    """The result of trackio's own functions, in a process with our folder."""
+    return _trackio_reads(exported("trackio")[0])
 
+
+class TestTrackio:
     def test_every_number_at_its_step_and_time(self, database, runs):
         _, _, rows = database[f"parity-{runs[0].path.name}"]
         assert [row["step"] for row in rows] == [0, 5, 6]
