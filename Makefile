@@ -13,13 +13,13 @@
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
 # PYTEST="-k sharding"    more arguments for pytest
-# WORKERS=0               make test in this process; the default is 3 workers, which take whole files in turn: on two cores
-#                         two of them waited a third of the time
+# WORKERS=0               make test in this process; the default is 4 workers, which take whole files in turn: on two cores
+#                         three of them left an eighth of the time unused, and two a third
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
-WORKERS ?= 3
+WORKERS ?= 4
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
 SEED ?= 1
