@@ -10,8 +10,13 @@ DEVICE_FILES = ("nvidiactl", "dxg", "kfd")  # NVIDIA's, NVIDIA's under WSL, AMD'
 
 def interpret_where_no_gpu_is() -> None:
     """Let Triton interpret kernels where none can be compiled and run; before anything imports Triton."""
-    if not any((Path("/dev") / name).exists() for name in DEVICE_FILES):
+    if not has_gpu():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def has_gpu() -> bool:
+    """True on a machine with a GPU; asked without CUDA, which forks of a process that has asked it cannot use."""
+    return any((Path("/dev") / name).exists() for name in DEVICE_FILES)
 
 
 def repair_interpreter() -> None:

@@ -38,9 +38,9 @@ SHARED_MEMORY = "/dev/shm/torch_"
 the cases of a module are kept for its other tests."""
 
 GPU_DEVICE = "/dev/nvidia"
-GPU_DRIVER = (GPU_DEVICE, "anon_inode:[eventfd]", "pipe:")
-"""Files that the CUDA driver opens at its first use in a process and keeps; pipes and event counters are its own only
-where a device was opened in the same test (seen on an H200: the first GPU test of each worker failed)."""
+GPU_DRIVER = (GPU_DEVICE, "anon_inode:[eventfd]", "pipe:", "socket:")
+"""Files that the CUDA driver opens at its first use in a process and keeps; pipes, event counters and a socket are its
+own only where a device was opened in the same test (seen on an H200: the first GPU test of each worker failed)."""
 
 GRACE_S = 5.0
 """For what is ending anyhow, such as a file that a thread closes."""
