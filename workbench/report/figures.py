@@ -198,7 +198,7 @@ def _ratio_column(
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
     axes.minorticks_off()
-    axes.xaxis.set_label_coords(0, 0)
+    axes.xaxis.set_label_coords(0, 0)  # as of `style.tidy`: it has no label
 
 
 def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:

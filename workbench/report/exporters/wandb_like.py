@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -84,6 +83,7 @@ class Wandb(_WandbLike):
     def __init__(self, folder: Path, project: str) -> None:
         super().__init__(folder, project)
         self._scratch: Path | None = None
+        self._began = False
 
     def has(self, run: TrackedRun) -> bool:
         """True if a folder of that run exists; it gets its name when it is complete."""
@@ -114,6 +114,7 @@ class Wandb(_WandbLike):
             "x_save_requirements": False,
         }
         known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
+        self._began = True
         return wandb.init(
             project=self.project,
             id=run.key,
@@ -139,8 +140,10 @@ class Wandb(_WandbLike):
         self._scratch = None
 
     def close(self) -> None:
-        """End W&B's service, if a run began, and remove what an error left unfinished."""
-        if (wandb := sys.modules.get("wandb")) is not None:
+        """End W&B's service, if a run began here, and remove what an error left unfinished."""
+        if self._began:
+            import wandb
+
             wandb.teardown()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)

@@ -98,6 +98,34 @@ class TestWandb:
         assert wandb.has(run)
 
 
+class _Service:
+    """What an export calls of W&B."""
+
+    class Settings:
+        model_fields = ()
+
+    def __init__(self):
+        self.ended = 0
+
+    def init(self, **_):
+        return None
+
+    def teardown(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_service_of_the_process_ends_only_with_an_export_that_began_a_run(begins, tmp_path, monkeypatch):
+    """With it would end a run of the caller's own."""
+    service = _Service()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    writer = Wandb(tmp_path, "mine")
+    if begins:
+        writer.begin(tracked(make_run(tmp_path / "parity", "a")), {})
+    writer.close()
+    assert service.ended == begins
+
+
 @pytest.fixture(scope="module")
 def database(exported):
     """The result of trackio's own functions, in a process with our folder."""
