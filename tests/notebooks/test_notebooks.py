@@ -74,7 +74,6 @@ def test_it_runs_and_leaves_nothing_in_the_tree(path, monkeypatch, tmp_path):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("WORKBENCH_FAST", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py: other workers have the other cores
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
     warm.kernels(tmp_path / "jupyter")

@@ -67,7 +67,6 @@ def test_pairs_match_their_names(ranks, paths):
 
 
 def test_failing_ranks_are_reported(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     warm.start_from(monkeypatch, entries)
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         bridge._on(1, "none")

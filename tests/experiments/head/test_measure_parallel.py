@@ -30,7 +30,6 @@ def test_without_the_record_of_one_gpu_there_is_no_page(tmp_path):
 
 
 def test_failing_ranks_are_reported(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     warm.start_from(monkeypatch, entries)
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         head_parallel._on(1, "none")

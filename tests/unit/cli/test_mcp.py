@@ -45,7 +45,7 @@ def call(wire):
     from mcp.client.stdio import StdioServerParameters
 
     serve = shlex.join([warm.python(), "-m", "workbench", "mcp", "--folder", str(ROOT)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # the SDK passes little of it on
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the SDK passes little of it on
     command = ["-c", f"{serve} | tee {shlex.quote(str(wire))}"]
     server = StdioServerParameters(command="sh", args=command, env=environment)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(Client(server)) as client:
