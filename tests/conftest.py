@@ -21,9 +21,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: 
 
 # Runs write their records through to the disk, and tests would wait for it. Temporary files are in memory where there
 # is enough of it, unless TMPDIR says where; they are gone afterwards.
-if "TMPDIR" not in os.environ and (folder := memory.folder_for_temporary_files()) is not None:
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+if "TMPDIR" not in os.environ and (made := memory.folder_for_temporary_files()) is not None:
+    os.environ["TMPDIR"] = tempfile.tempdir = made[0]
+    atexit.register(shutil.rmtree, made[0], ignore_errors=True)
 
 # the leases of devices lie here: two test runs on one machine do not queue for each other's cores
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
